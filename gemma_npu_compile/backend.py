@@ -1,0 +1,143 @@
+"""The backend: options, AOT trace, passes, plan, runner."""
+
+import contextlib
+import logging
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch._dynamo.backends.common import aot_autograd
+from torch._guards import CompileContext, TracingContext
+from torch.fx import GraphModule
+
+import gemma_npu_compile.ops  # noqa: F401  (registers the dialect)
+from gemma_npu_compile.errors import CompileError
+from gemma_npu_compile.graphs.plan import make_plan
+from gemma_npu_compile.graphs.runner import GraphRunner
+from gemma_npu_compile.options import Options
+from gemma_npu_compile.passes import run_passes
+from gemma_npu_compile.passes.fx import placeholders
+from gemma_npu_compile.report import GraphReport, publish
+
+log = logging.getLogger(__name__)
+
+
+def _refuse_training(gm: GraphModule, example_inputs: Sequence[Any]) -> Any:
+    raise CompileError(
+        "gemma_npu compiles inference only, and an input of this graph requires grad: call it under torch.no_grad() or "
+        "torch.inference_mode()"
+    )
+
+
+def _labels(gm: GraphModule) -> list[str]:
+    """What the user calls each input: Dynamo's source expression."""
+    labels = []
+    for node in placeholders(gm):
+        source = getattr(node.meta.get("grapharg"), "source", None)
+        label = node.name if source is None else str(source.name)
+        label = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", label)
+        labels.append(re.sub(r"^L\['(\w+)'\]", r"\1", label))
+    return labels
+
+
+class Backend:
+    """``torch.compile(fn, backend="gemma_npu")``; the entry point of ``torch_dynamo_backends``.
+
+    A compiled graph is inference only. Options come with ``options={...}`` (fields of :class:`Options`); ``mode=`` is
+    refused. ``torch._dynamo.reset()`` frees every captured graph.
+    """
+
+    __name__ = "gemma_npu"
+
+    def __init__(self) -> None:
+        self._runners: weakref.WeakSet[GraphRunner] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._frames: set[int | None] = set()
+
+    def __call__(
+        self,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        options: Options | Mapping[str, Any] | None = None,
+        mode: str | None = None,
+    ) -> Callable[..., Any]:
+        """Compile one Dynamo graph.
+
+        Raises:
+            CompileError: (a ValueError) bad options, a mode, gradients, or a graph that contradicts itself.
+        """
+        if mode is not None:
+            raise CompileError(f"mode is {mode!r}: this backend has no modes, use options={{...}}")
+        parsed = Options.parse(options)
+        labels, recompile, start = _labels(gm), self._is_recompile(), time.perf_counter()
+
+        def compile_inference(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            context = TracingContext.try_get()
+            metadata = context.fw_metadata if context is not None else None
+            static = set(metadata.static_input_indices) if metadata is not None else set()
+            report = GraphReport(f"graph {CompileContext.current_compile_id()}", recompile)
+            report.seconds["aot"] = time.perf_counter() - start
+            runner = self._build(graph, static, labels, parsed, report)
+            with self._lock:
+                self._runners.add(runner)
+            publish(report)
+            return _boxed(runner)
+
+        compiler = aot_autograd(
+            fw_compiler=_refuse_training,
+            inference_compiler=compile_inference,
+            keep_inference_input_mutations=True,
+        )
+        return compiler(gm, example_inputs)
+
+    def _is_recompile(self) -> bool:
+        """Whether this backend compiled the same code before (a guard failed, or another object runs it)."""
+        compile_id = CompileContext.current_compile_id()
+        frame = compile_id.frame_id if compile_id is not None else None
+        with self._lock:
+            known = frame is not None and frame in self._frames
+            self._frames.add(frame)
+        return known
+
+    def _build(
+        self, gm: GraphModule, static: set[int], labels: list[str], options: Options, report: GraphReport
+    ) -> GraphRunner:
+        inputs = placeholders(gm)
+        if len(labels) != len(inputs):  # AOT merged aliased inputs
+            labels = [node.name for node in inputs]
+        for index, (node, label) in enumerate(zip(inputs, labels, strict=True)):
+            node.meta.update(source=index, label=label)
+        start = time.perf_counter()
+        report.passes = run_passes(gm, disable=options.disable_passes)
+        report.seconds["passes"] = time.perf_counter() - start
+        report.nodes = len(gm.graph.nodes)
+        report.plan = make_plan(gm, static)
+        return GraphRunner(gm, report.plan, options, report)
+
+    def reset(self) -> None:
+        """Free every captured graph and its memory. Called by ``torch._dynamo.reset()``; may be called twice."""
+        with self._lock:
+            runners = list(self._runners)
+        for runner in runners:
+            with contextlib.suppress(ReferenceError):
+                runner.free()
+
+
+def _boxed(runner: GraphRunner) -> Callable[[list[Any]], list[Any]]:
+    """AOT's calling convention: one list of arguments, which the callee may empty."""
+
+    def run(args: list[Any]) -> list[Any]:
+        results = runner(args)
+        args.clear()
+        return results
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+backend = Backend()
+"""The backend of the entry point."""

@@ -1,0 +1,243 @@
+"""``generate()``: batched greedy speculative decoding with transformers' calling convention."""
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from gemma_npu_compile.engine import ENGINES, Engine
+from gemma_npu_compile.models import check_target
+from gemma_npu_compile.options import Options
+from gemma_npu_compile.stats import Stats
+
+log = logging.getLogger(__name__)
+
+# Settings of GenerationConfig that change the result and are not implemented, with the values that mean "off".
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "do_sample": (None, False),
+    "num_beams": (None, 1),
+    "num_return_sequences": (None, 1),
+    "min_length": (None, 0),
+    "min_new_tokens": (None, 0),
+    "max_time": (None,),
+    "stop_strings": (None,),
+    "repetition_penalty": (None, 1.0),
+    "encoder_repetition_penalty": (None, 1.0),
+    "no_repeat_ngram_size": (None, 0),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "bad_words_ids": (None,),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+    "remove_invalid_values": (None, False),
+    "exponential_decay_length_penalty": (None,),
+    "suppress_tokens": (None, []),
+    "begin_suppress_tokens": (None, []),
+    "sequence_bias": (None,),
+    "token_healing": (None, False),
+    "guidance_scale": (None, 1.0),
+    "watermarking_config": (None,),
+    "prompt_lookup_num_tokens": (None,),
+    "penalty_alpha": (None,),
+    "dola_layers": (None,),
+    "constraints": (None,),
+    "force_words_ids": (None,),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+    "output_scores": (None, False),
+    "output_logits": (None, False),
+    "return_dict_in_generate": (None, False),
+}
+_OWN_CRITERIA = ("MaxLengthCriteria", "EosTokenCriteria")
+
+
+def _refuse_unsupported(config: GenerationConfig, kwargs: Mapping[str, Any]) -> None:
+    for name, off in _UNSUPPORTED.items():
+        value = kwargs.get(name, getattr(config, name, None))
+        if value not in off:
+            raise ValueError(f"generation setting {name}={value!r} is not supported: decoding is greedy and exact")
+    for processor in kwargs.get("logits_processor") or ():
+        raise ValueError(f"logits processor {type(processor).__name__} is not supported: decoding is greedy and exact")
+    for criterion in kwargs.get("stopping_criteria") or ():
+        if type(criterion).__name__ not in _OWN_CRITERIA:
+            raise ValueError(
+                f"stopping criterion {type(criterion).__name__} is not supported: use EOS and length limits"
+            )
+    for name in ("inputs_embeds", "pixel_values", "pixel_values_videos", "input_features", "prefix_allowed_tokens_fn"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{name} is not supported: generation starts from input_ids")
+
+
+def _eos_ids(config: GenerationConfig) -> set[int]:
+    eos = config.eos_token_id
+    if eos is None:
+        return set()
+    return set(eos) if isinstance(eos, (list, tuple)) else {int(eos)}
+
+
+def _prompts(input_ids: Tensor, attention_mask: Tensor | None, pad: int | None, eos: set[int]) -> list[Tensor]:
+    """The real tokens of each row, without padding on either side."""
+    if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"input_ids must be an integer tensor (rows, length), got {input_ids.dtype} {tuple(input_ids.shape)}"
+        )
+    if attention_mask is None:
+        if pad is None or pad in eos:  # transformers' rule: a pad that is also an end token says nothing
+            return [row.long() for row in input_ids]
+        attention_mask = input_ids != pad
+        if not bool(attention_mask.any(1).all()):
+            attention_mask = torch.ones_like(input_ids)
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(f"attention_mask is {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}")
+    prompts = []
+    for index, (row, mask) in enumerate(zip(input_ids, attention_mask.bool(), strict=True)):
+        places = mask.nonzero().flatten().tolist()
+        if not places:
+            raise ValueError(f"row {index} of input_ids has no token: its attention mask is all zero")
+        if len(places) != places[-1] - places[0] + 1:
+            raise ValueError(
+                f"row {index} of attention_mask has a hole: only padding on the left or right is supported"
+            )
+        prompts.append(row[places[0] : places[-1] + 1].long())
+    return prompts
+
+
+def _limit(config: GenerationConfig, max_new_tokens: int | None, width: int) -> int:
+    if max_new_tokens is None:
+        max_new_tokens = config.max_new_tokens
+    if max_new_tokens is None:
+        # transformers counts max_length over the padded prompt; its default is 20.
+        max_new_tokens = 20 if config.max_length is None else config.max_length - width
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens!r}, it must be a positive integer")
+    return max_new_tokens
+
+
+@torch.no_grad()
+def generate(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    assistant_model: PreTrainedModel | None = None,
+    num_draft_tokens: int = 3,
+    max_new_tokens: int | None = None,
+    generation_config: GenerationConfig | None = None,
+    streamer: Any = None,
+    compiled: bool = True,
+    options: Options | Mapping[str, Any] | None = None,
+    return_stats: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Greedy decoding of a batch; with an assistant, draft-plus-verify steps, each row accepting on its own.
+
+    Usable as transformers' ``custom_generate``; transformers drops ``assistant_model`` and ``streamer`` on that way, so
+    bind them: ``model.generate(ids, custom_generate=functools.partial(generate, assistant_model=assistant))``.
+
+    Args:
+        model: a Gemma 4 causal model; left as it was.
+        input_ids: ``(rows, length)`` int64, padded on the left or on the right.
+        attention_mask: ``(rows, length)``, 1 for real tokens; None: all real, but for leading or trailing pads.
+        assistant_model: its MTP assistant; None decodes plainly, one token a step.
+        num_draft_tokens: drafts per step, 1 to 16; ignored without an assistant.
+        max_new_tokens: per row; default from ``generation_config``, else 20 as in transformers.
+        generation_config: for limits, EOS and pad ids; default the model's own.
+        streamer: for one row; gets ``put(tokens)`` with the prompt, then with each step's tokens, and ``end()``.
+        compiled: False runs the step as plain PyTorch.
+        options: of the backend (:class:`Options`).
+        return_stats: also return :class:`Stats`.
+        **kwargs: what transformers passes to a ``custom_generate`` function; settings that would change the result and
+            are not implemented are refused by name.
+
+    Returns:
+        int64 ``(rows, length + new)``: prompts as given, new tokens (EOS included), ``pad_token_id`` after it.
+
+    Raises:
+        ValueError: an input or a setting cannot be honoured; names it.
+    """
+    check_target(model)
+    config = generation_config if generation_config is not None else model.generation_config
+    _refuse_unsupported(config, kwargs)
+    parsed = Options.parse(options)
+    eos = _eos_ids(config)
+    pad = config.pad_token_id if config.pad_token_id is not None else min(eos, default=0)
+    if input_ids.dim() == 2 and input_ids.shape[0] == 0:
+        stats = Stats.start(0, num_draft_tokens if assistant_model is not None else 0, _no_report())
+        return (input_ids.clone(), stats) if return_stats else input_ids.clone()
+    prompts = _prompts(input_ids, attention_mask, config.pad_token_id, eos)
+    limit = _limit(config, max_new_tokens, input_ids.shape[1])
+    if streamer is not None and len(prompts) != 1:
+        raise ValueError(f"a streamer shows one row, got {len(prompts)} rows")
+    k = num_draft_tokens if assistant_model is not None else 0
+    needed = max(len(p) for p in prompts) + limit
+    with ENGINES.engine(
+        model, assistant_model, k, rows=len(prompts), model_len=needed, compiled=compiled, options=parsed
+    ) as engine:
+        engine.warm_up()
+        stats = Stats.start(len(prompts), k, engine.report)
+        if streamer is not None and "stopping_criteria" not in kwargs:  # transformers' generate has put the prompt
+            streamer.put(input_ids.cpu())
+        outputs = _decode(engine, prompts, limit, eos, stats, streamer)
+    if streamer is not None:
+        streamer.end()
+    _warn_if_useless(stats)
+    width = max(len(tokens) for tokens in outputs)
+    new = torch.tensor([t + [pad] * (width - len(t)) for t in outputs], dtype=torch.int64, device=input_ids.device)
+    result = torch.cat([input_ids.long(), new], dim=1)
+    return (result, stats) if return_stats else result
+
+
+def _no_report() -> Any:
+    from gemma_npu_compile.report import CompileReport
+
+    return CompileReport()
+
+
+def _decode(
+    engine: Engine, prompts: list[Tensor], limit: int, eos: set[int], stats: Stats, streamer: Any
+) -> list[list[int]]:
+    """New tokens of each prompt. Finished rows give their blocks back and leave the batch."""
+    start = time.perf_counter()
+    state = engine.prefill(prompts)
+    outputs: list[list[int]] = [[] for _ in prompts]
+    active = list(range(len(prompts)))
+    arrived = [[token] for token in state.token.tolist()]
+    stats.prefill_seconds = time.perf_counter() - start
+    start = time.perf_counter()
+    while True:
+        keep = []
+        for position, (row, tokens) in enumerate(zip(active, arrived, strict=True)):
+            room = limit - len(outputs[row])
+            end = next((i + 1 for i, t in enumerate(tokens) if t in eos), len(tokens))
+            taken = tokens[: min(room, end)]
+            outputs[row].extend(taken)
+            if streamer is not None:
+                streamer.put(torch.tensor(taken))
+            if len(outputs[row]) < limit and taken[-1] not in eos:
+                keep.append(position)
+            else:
+                engine.cache.release(state.rows[position])
+        if len(keep) < len(active):
+            active, state = [active[i] for i in keep], state.select(keep)
+        if not active:
+            break
+        state, arrived, accepted, seconds = engine.decode(state)
+        stats.step_seconds.append(seconds)
+        for row, count in zip(active, accepted, strict=True):
+            stats.count(row, count)
+    stats.decode_seconds = time.perf_counter() - start
+    stats.new_tokens = sum(len(tokens) for tokens in outputs)
+    return outputs
+
+
+def _warn_if_useless(stats: Stats) -> None:
+    rates = stats.acceptance.rate_per_pos
+    if rates and stats.acceptance.drafts >= 16 and rates[0] < 0.05:
+        log.warning(
+            "the assistant's first draft was accepted in %.1f %% of %d rounds: is it the assistant of this target?",
+            100 * rates[0],
+            stats.acceptance.drafts,
+        )

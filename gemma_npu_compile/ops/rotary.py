@@ -1,0 +1,64 @@
+"""``gemma_npu::rotary`` (one tensor) and ``gemma_npu::rotary_qk`` (query and key jointly).
+
+Serving engines use the joint form; on a layer that owns no keys half of its work is thrown away, which is why the
+query-only form exists.
+"""
+
+import torch
+from torch import Tensor
+
+from gemma_npu_compile.ops.library import NAMESPACE, define, define_functional
+
+
+def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    if x.dim() < 2 or x.shape[-1] % 2:
+        raise ValueError(f"rotary: x must be (..., heads, even head_dim), got {tuple(x.shape)}")
+    expected = (*x.shape[:-2], x.shape[-1])
+    if tuple(cos.shape) != expected or tuple(sin.shape) != expected:
+        raise ValueError(
+            f"rotary: cos and sin of x {tuple(x.shape)} must be {expected}, got {tuple(cos.shape)} and "
+            f"{tuple(sin.shape)}"
+        )
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) -> Tensor:
+    _check(x, cos, sin)
+    wide = x.float()
+    left, right = wide.chunk(2, dim=-1)
+    turned = torch.cat((-right, left), dim=-1)
+    result = wide * cos.float().unsqueeze(-2) + turned * sin.float().unsqueeze(-2)
+    return result.to(x.dtype) if out is None else out.copy_(result)
+
+
+def _fake(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    _check(x, cos, sin)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+define_functional("rotary(Tensor x, Tensor cos, Tensor sin) -> Tensor", cpu=_rotate, fake=_fake)
+define(
+    "rotary_qk(Tensor query, Tensor key, Tensor cos, Tensor sin) -> (Tensor, Tensor)",
+    cpu=lambda query, key, cos, sin: (_rotate(query, cos, sin), _rotate(key, cos, sin)),
+    fake=lambda query, key, cos, sin: (_fake(query, cos, sin), _fake(key, cos, sin)),
+)
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate halves: ``x * cos + cat(-x2, x1) * sin``, computed in float32, one rounding to the dtype of ``x``.
+
+    Args:
+        x: ``(..., heads, head_dim)``.
+        cos, sin: ``(..., head_dim)``. A partial rotary embedding has a tail of cos 1 and sin 0.
+
+    Returns:
+        Tensor of the shape and dtype of ``x``.
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    return getattr(torch.ops, NAMESPACE).rotary(x, cos, sin)
+
+
+def rotary_qk(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`rotary` of ``query`` and of ``key`` (which may have fewer heads) with the same tables."""
+    return getattr(torch.ops, NAMESPACE).rotary_qk(query, key, cos, sin)

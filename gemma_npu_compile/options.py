@@ -1,0 +1,92 @@
+"""``Options``: what can be asked of the backend, checked once, at the door."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from gemma_npu_compile.errors import CompileError
+
+PLATFORMS = ("ascend910b", "ascend910_93", "ascend950", "cpu")
+ON_FALLBACK = ("warn", "error")
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """`` (did you mean 'x'?)`` for the known name closest to ``name``, or an empty string."""
+    match = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+def choice(what: str, value: Any, known: Sequence[str]) -> None:
+    """Raise CompileError unless ``value`` is one of ``known``."""
+    if value not in known:
+        raise CompileError(f"{what} is {value!r}{nearest(str(value), known)}, it must be one of {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the backend, as keyword arguments or as ``torch.compile(..., options={...})``.
+
+    Attributes:
+        platform: the SoC to compile for; on a machine without one, its graph is executed with CPU kernels.
+        capture: False runs the same lowered graph without capturing it ("eager" in this project).
+        capture_sizes: rows of the captured graphs; None for powers of two up to the rows the inputs were made for
+            (``max_rows`` of the cache). That ceiling is always added. Size 1 becomes 2: torch traces one row apart.
+        on_fallback: ``"warn"`` runs an uncaptured call and warns once per reason; ``"error"`` raises instead.
+        max_captures: captured graphs per compiled graph, for graphs whose inputs have no declared row padding.
+        disable_passes: names of passes to leave out (``gemma_npu_compile.passes.PASSES``).
+
+    Raises:
+        CompileError: (a ValueError) an unknown name or an impossible value.
+    """
+
+    platform: str = "ascend910b"
+    capture: bool = True
+    capture_sizes: tuple[int, ...] | None = None
+    on_fallback: str = "warn"
+    max_captures: int = 16
+    disable_passes: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        choice("platform", self.platform, PLATFORMS)
+        choice("on_fallback", self.on_fallback, ON_FALLBACK)
+        if not isinstance(self.capture, bool):
+            raise CompileError(f"capture is {self.capture!r}, it must be True or False")
+        if not isinstance(self.max_captures, int) or self.max_captures < 1:
+            raise CompileError(f"max_captures is {self.max_captures!r}, it must be a positive integer")
+        object.__setattr__(self, "capture_sizes", self._sizes())
+        object.__setattr__(self, "disable_passes", self._pass_names())
+
+    def _sizes(self) -> tuple[int, ...] | None:
+        sizes = self.capture_sizes
+        if sizes is None:
+            return None
+        if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Sequence) or not sizes:
+            raise CompileError(f"capture_sizes is {sizes!r}, it must be a non-empty list of row counts")
+        for size in sizes:
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise CompileError(f"capture_sizes has {size!r}, a size is a positive number of rows")
+        return tuple(sorted({max(2, size) for size in sizes}))
+
+    def _pass_names(self) -> tuple[str, ...]:
+        from gemma_npu_compile.passes import PASSES
+
+        names = (self.disable_passes,) if isinstance(self.disable_passes, str) else tuple(self.disable_passes)
+        for name in names:
+            choice("disable_passes", name, tuple(PASSES))
+        return names
+
+    @classmethod
+    def parse(cls, options: "Options | Mapping[str, Any] | None") -> "Options":
+        """Options from a mapping (``options={...}`` of torch.compile), an Options object, or None for the defaults."""
+        if options is None:
+            return cls()
+        if isinstance(options, Options):
+            return options
+        if not isinstance(options, Mapping):
+            raise CompileError(f"options must be a dict or Options, got {type(options).__name__}")
+        known = [f.name for f in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise CompileError(f"unknown option {name!r}{nearest(str(name), known)}; known are {', '.join(known)}")
+        return cls(**options)

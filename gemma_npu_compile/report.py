@@ -1,0 +1,149 @@
+"""What was traced, rewritten and captured, how often it was replayed, and why anything fell back."""
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gemma_npu_compile.graphs.plan import Plan
+    from gemma_npu_compile.passes import PassRecord
+
+
+@dataclass
+class GraphReport:
+    """One compiled graph.
+
+    Attributes:
+        recompile: this compilation replaced an earlier one of the same code.
+        seconds: wall time of ``trace`` (Dynamo and AOT, as far as the backend sees it), ``passes``, ``capture``.
+        captures: captured graphs.
+        sizes: rows of each capture of a graph with declared row padding, in the order of capture.
+        fallbacks: calls that ran uncaptured although capture was asked for, by reason.
+        pool_bytes, buffer_bytes: memory of intermediates over all sizes, and of stable inputs.
+    """
+
+    name: str
+    recompile: bool = False
+    nodes: int = 0
+    passes: "list[PassRecord]" = field(default_factory=list)
+    plan: "Plan | None" = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    captures: int = 0
+    sizes: list[int] = field(default_factory=list)
+    replays: int = 0
+    eager_calls: int = 0
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    pool_bytes: int = 0
+    buffer_bytes: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "name": self.name,
+            "recompile": self.recompile,
+            "nodes": self.nodes,
+            "passes": [
+                {"name": p.name, "changed": p.changed, "seconds": p.seconds, "left": dict(p.left)} for p in self.passes
+            ],
+            "bindings": [
+                {"layer": a.layer, "phase": a.phase, "group": a.group, "block_table": a.block_table}
+                for a in (self.plan.attention if self.plan else ())
+            ],
+            "seconds": dict(self.seconds),
+            "sizes": list(self.sizes),
+            "captures": self.captures,
+            "replays": self.replays,
+            "eager_calls": self.eager_calls,
+            "fallbacks": dict(self.fallbacks),
+            "pool_bytes": self.pool_bytes,
+            "buffer_bytes": self.buffer_bytes,
+        }
+
+    def lines(self) -> Iterator[str]:
+        yield f"{self.name}: {self.nodes} nodes" + (" (recompiled)" if self.recompile else "")
+        for record in self.passes:
+            yield f"  pass {record}"
+        for node in self.plan.attention if self.plan else ():
+            window = "all keys" if node.window is None else f"window {node.window}"
+            yield (
+                f"  attention {node.phase}/{node.layer}: {node.layout}, head size {node.head_dim}, {window}, "
+                f"scale {node.scale:g}, {node.group}"
+            )
+        megabytes = (self.pool_bytes + self.buffer_bytes) / 2**20
+        yield f"  {self.captures} captures, rows {self.sizes}, {megabytes:.1f} MiB"
+        yield f"  {self.replays} replays, {self.eager_calls} eager calls"
+        for reason, count in self.fallbacks.items():
+            yield f"  fell back {count} times: {reason}"
+
+
+@dataclass
+class CompileReport:
+    """All graphs one function, engine or :func:`explain` call compiled."""
+
+    graphs: list[GraphReport] = field(default_factory=list)
+
+    def totals(self) -> dict[str, Any]:
+        """The ``graphs`` object of the CLI: captures, replays, sizes, recompiles, fallbacks."""
+        fallbacks: Counter[str] = Counter()
+        for graph in self.graphs:
+            fallbacks.update(graph.fallbacks)
+        return {
+            "captures": sum(g.captures for g in self.graphs),
+            "replays": sum(g.replays for g in self.graphs),
+            "sizes": sorted({size for g in self.graphs for size in g.sizes}),
+            "recompiles": sum(g.recompile for g in self.graphs),
+            "fallbacks": dict(fallbacks),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready: the totals and every graph."""
+        return {**self.totals(), "graphs": [g.to_dict() for g in self.graphs]}
+
+    def __str__(self) -> str:
+        totals = self.totals()
+        head = ", ".join(f"{key} {value}" for key, value in totals.items())
+        return "\n".join([f"{len(self.graphs)} graphs: {head}", *(line for g in self.graphs for line in g.lines())])
+
+
+_collectors = threading.local()
+
+
+@contextlib.contextmanager
+def collect() -> Iterator[CompileReport]:
+    """Collect the report of every graph this thread compiles inside the block."""
+    report = CompileReport()
+    stack: list[CompileReport] = _collectors.__dict__.setdefault("stack", [])
+    stack.append(report)
+    try:
+        yield report
+    finally:
+        stack.pop()
+
+
+def publish(graph: GraphReport) -> None:
+    """Hand a new graph's report to the collectors of this thread."""
+    for report in _collectors.__dict__.get("stack", ()):
+        report.graphs.append(graph)
+
+
+def explain(fn: Callable[..., Any], **options: Any) -> Callable[..., CompileReport]:
+    """``explain(fn, **options)(*args)`` compiles ``fn`` with this backend, runs it once and returns the report.
+
+    Args:
+        fn: a function or module; it is left as it was.
+        options: fields of :class:`Options`.
+    """
+    import torch
+
+    from gemma_npu_compile.backend import Backend
+
+    def run(*args: Any, **kwargs: Any) -> CompileReport:
+        with collect() as report:
+            compiled = torch.compile(fn, backend=Backend(), options=dict(options))
+            compiled(*args, **kwargs)
+        return report
+
+    return run

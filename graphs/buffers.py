@@ -1,0 +1,82 @@
+"""Stable buffers: the memory a captured graph reads its per-call inputs from."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemma_npu_compile.errors import ReplayError
+from gemma_npu_compile.graphs.plan import Input
+
+
+def _name(item: Input) -> str:
+    if item.layer is not None:
+        return f"the block table of layer {item.layer} ({item.phase}, group {item.group})"
+    return f"input {item.label}"
+
+
+class StableBuffers:
+    """One buffer per buffer name of a plan, in the largest shape; smaller captures use its first rows.
+
+    ``load`` copies a call's inputs to the front and fills the rows behind them from the declared padding, so nothing of
+    an earlier call is left in a row the graph reads.
+
+    Args:
+        inputs: of the plan; those with one buffer name share it.
+        args: arguments of a call, for shapes, dtypes and devices.
+        rows: rows of the largest capture; None when shapes are those of ``args``.
+    """
+
+    def __init__(self, inputs: tuple[Input, ...], args: list[Any], rows: int | None) -> None:
+        # Of inputs that share a buffer, the one bound to a layer speaks for it in errors.
+        by_layer = sorted(inputs, key=lambda item: item.layer is not None)
+        self.inputs = tuple({i.buffer: i for i in by_layer if i.buffer is not None}.values())
+        self.buffers: dict[str, Tensor] = {}
+        for item in self.inputs:
+            arg = args[item.source]
+            shape = arg.shape if rows is None else (rows, *arg.shape[1:])
+            self.buffers[str(item.buffer)] = torch.zeros(shape, dtype=arg.dtype, device=arg.device)
+
+    def view(self, item: Input, rows: int | None) -> Tensor:
+        """What a capture of ``rows`` rows reads for ``item``."""
+        buffer = self.buffers[str(item.buffer)]
+        return buffer if rows is None else buffer[:rows]
+
+    def check(self, args: list[Any]) -> None:
+        """Refuse inputs that do not fit their buffer.
+
+        Raises:
+            ReplayError: names the input (and the layer, for a block table), its captured and its given width.
+        """
+        for item in self.inputs:
+            arg, buffer = args[item.source], self.buffers[str(item.buffer)]
+            if arg.dim() == buffer.dim() and arg.shape[1:] == buffer.shape[1:] and arg.dtype == buffer.dtype:
+                continue
+            if item.role == "block_table" and arg.dim() == buffer.dim():
+                raise ReplayError(
+                    f"{_name(item)} is {arg.shape[1]} blocks wide, it was captured {buffer.shape[1]} wide; "
+                    "nothing was run"
+                )
+            raise ReplayError(
+                f"{_name(item)} is {tuple(arg.shape)} {arg.dtype}, it was captured as (rows, "
+                f"{', '.join(map(str, buffer.shape[1:]))}) {buffer.dtype}; nothing was run"
+            )
+
+    def load(self, args: list[Any], rows: int | None, size: int | None) -> int:
+        """Copy a call's inputs, and the padding of rows ``rows .. size - 1``. Returns the bytes copied."""
+        copied = 0
+        for item in self.inputs:
+            arg, buffer = args[item.source], self.buffers[str(item.buffer)]
+            if rows is None or size is None:
+                buffer.copy_(arg)
+                copied += arg.nbytes
+                continue
+            buffer[:rows].copy_(arg)
+            if rows < size:
+                buffer[rows:size].copy_(args[item.padding][rows:size])  # type: ignore[index]
+            copied += buffer[:size].nbytes
+        return copied
+
+    @property
+    def nbytes(self) -> int:
+        return sum(b.nbytes for b in self.buffers.values())

@@ -1,0 +1,220 @@
+"""Capture and replay on host memory, with the rules of a device graph.
+
+A capture walks the graph once and records kernel calls; it runs none of them. Addresses and host numbers are frozen in
+the record. A replay runs the recorded kernels on those addresses: the function that was compiled, its Python and its
+views are gone. What a device capture forbids (a host synchronisation) is an error here too, so a green run on a laptop
+says something about the device.
+"""
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch._library._out_variant import get_out_arg_names, to_out_variant
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from gemma_npu_compile.errors import CaptureError
+from gemma_npu_compile.graphs.memory import Layout, Pool
+from gemma_npu_compile.graphs.plan import dim
+from gemma_npu_compile.passes.fx import where
+
+aten = torch.ops.aten
+
+SYNCS = {
+    aten._local_scalar_dense.default: "reads a number from the device (.item())",
+    aten.item.default: "reads a number from the device (.item())",
+    aten.is_nonzero.default: "reads a truth value from the device",
+    aten.equal.default: "reads a comparison from the device",
+    aten.nonzero.default: "has a result size that depends on data",
+    aten.masked_select.default: "has a result size that depends on data",
+    aten._unique2.default: "has a result size that depends on data",
+    aten.repeat_interleave.Tensor: "has a result size that depends on data",
+}
+_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default}
+_COPIES = {aten._to_copy.default, aten.clone.default, aten.lift_fresh_copy.default}
+
+
+def _is_view(op: torch._ops.OpOverload) -> bool:
+    returns = op._schema.returns
+    return op in _VIEWS or (
+        not op._schema.is_mutable and bool(returns) and all(r.alias_info is not None for r in returns)
+    )
+
+
+@dataclass(frozen=True)
+class Task:
+    """One recorded kernel call, with frozen arguments."""
+
+    node: str
+    kernel: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Spec:
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+
+
+def _no_out(op: Callable[..., Any]) -> Callable[..., None]:
+    """A kernel without an out form: run it, and copy its results to their fixed addresses."""
+
+    def run(buffers: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        results = op(*args, **kwargs)
+        for buffer, result in zip(buffers, tree_leaves(results), strict=True):
+            buffer.copy_(result)
+
+    return run
+
+
+class HostGraph:
+    """A graph captured on host memory for one set of sizes.
+
+    Args:
+        gm: the final graph.
+        args: a tensor or int per placeholder: static inputs and views of stable buffers. They are owned from here on.
+        values: value of each symbol.
+        pool: where intermediates live.
+        name: for errors, for example ``"size 4"``.
+
+    Raises:
+        CaptureError: a node cannot be captured; names it. The pool is as it was.
+
+    Attributes:
+        outputs: the graph's results, at fixed addresses until the next replay of any graph of the pool.
+        tasks: recorded kernel calls.
+    """
+
+    def __init__(
+        self, gm: GraphModule, args: list[Any], values: dict[sympy.Symbol, int], pool: Pool, name: str = "graph"
+    ) -> None:
+        self.name = name
+        self._values = values
+        self._sizes: dict[sympy.Expr, int] = {}
+        self.tasks: list[Task] = []
+        nodes = list(gm.graph.nodes)
+        self._refuse_syncs(nodes)
+        offsets, peak = self._plan_memory(nodes)
+        block = pool.take(peak)
+        self._owned: list[Any] = [args, block]
+        env: dict[Node, Any] = {}
+        inputs = iter(args)
+        for node in nodes:
+            if node.op == "placeholder":
+                env[node] = next(inputs)
+            elif node.op == "get_attr":
+                env[node] = operator.attrgetter(node.target)(gm)
+                self._owned.append(env[node])
+            elif node.op == "call_function":
+                env[node] = self._record(node, env, offsets, block)
+            elif node.op == "output":
+                self.outputs: list[Any] = [env[r] if isinstance(r, Node) else r for r in node.args[0]]  # type: ignore
+            else:
+                raise CaptureError(f"{name}: node {where(node)} is a {node.op}, which a capture cannot record")
+        self._calls = [(t.kernel, t.args, t.kwargs) for t in self.tasks]
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        """Run the recorded kernels once, in order."""
+        for kernel, args, kwargs in self._calls:
+            kernel(*args, **kwargs)
+
+    # ---- capture
+
+    def _refuse_syncs(self, nodes: list[Node]) -> None:
+        for node in nodes:
+            if node.op == "call_function" and node.target in SYNCS:
+                raise CaptureError(f"{self.name}: {where(node)} {SYNCS[node.target]}; this cannot be captured")  # type: ignore
+
+    def _int(self, size: Any, node: Node) -> int:
+        expr = dim(size)
+        if isinstance(expr, int):
+            return expr
+        if expr not in self._sizes:
+            result = expr.xreplace(self._values)
+            if isinstance(result, sympy.Expr) and not result.is_number:
+                raise CaptureError(f"{self.name}: {where(node)} has a size known only from data ({expr})")
+            self._sizes[expr] = int(result)
+        return self._sizes[expr]
+
+    def _spec(self, fake: Tensor, node: Node) -> _Spec:
+        size = tuple(self._int(s, node) for s in fake.shape)
+        stride = tuple(self._int(s, node) for s in fake.stride())
+        span = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if all(size) else 0
+        return _Spec(size, stride, fake.dtype, span * fake.element_size())
+
+    def _fakes(self, node: Node) -> list[Tensor]:
+        return [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
+
+    def _allocates(self, node: Node) -> bool:
+        target = node.target
+        return isinstance(target, torch._ops.OpOverload) and not _is_view(target) and not target._schema.is_mutable
+
+    def _plan_memory(self, nodes: list[Node]) -> tuple[dict[Node, list[tuple[int, _Spec]]], int]:
+        """An offset for every result, reused after the last node that reads it directly or through a view."""
+        owners: dict[Node, set[Node]] = {}
+        last: dict[Node, Node] = {}
+        for node in nodes:
+            used = {o for arg in node.all_input_nodes for o in owners.get(arg, ())}
+            if node.op == "call_function" and self._allocates(node):
+                owners[node] = {node}
+                last[node] = node
+            else:
+                owners[node] = used  # a view, a tuple element, or a written argument
+            for owner in used:
+                last[owner] = node
+        dying: dict[Node, list[Node]] = {}
+        for owner, node in last.items():
+            dying.setdefault(node, []).append(owner)
+        layout = Layout()
+        offsets: dict[Node, list[tuple[int, _Spec]]] = {}
+        for node in nodes:
+            if node in last:
+                specs = [self._spec(fake, node) for fake in self._fakes(node)]
+                offsets[node] = [(layout.place(spec.nbytes), spec) for spec in specs]
+            if node.op != "output":  # results outlive the graph
+                for owner in dying.get(node, ()):
+                    layout.release(offset for offset, _ in offsets[owner])
+        return offsets, layout.peak
+
+    def _record(
+        self, node: Node, env: dict[Node, Any], offsets: dict[Node, list[tuple[int, _Spec]]], block: Tensor
+    ) -> Any:
+        target: Any = node.target
+        args, kwargs = tree_map_only(Node, env.__getitem__, (node.args, node.kwargs))
+        if not isinstance(target, torch._ops.OpOverload):
+            tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
+            if tensors and target is not operator.getitem:
+                raise CaptureError(f"{self.name}: {where(node)} is not an operator; a capture cannot record it")
+            return target(*args, **kwargs)  # host arithmetic on sizes: done once, frozen
+        if _is_view(target):
+            return target(*args, **kwargs)
+        if target._schema.is_mutable:
+            self.tasks.append(Task(node.name, target, args, kwargs))
+            written = [a for a, s in zip(args, target._schema.arguments, strict=False) if s.is_write]
+            return written[0] if len(written) == 1 else tuple(written)
+        if target is aten.sym_size.int:
+            return target(*args, **kwargs)
+        buffers = [
+            block[offset : offset + spec.nbytes].view(spec.dtype).as_strided(spec.size, spec.stride)
+            for offset, spec in offsets[node]
+        ]
+        if target in _COPIES:
+            self.tasks.append(Task(node.name, aten.copy_.default, (buffers[0], args[0]), {}))
+            return buffers[0]
+        out = to_out_variant(target)
+        if out is not None:
+            names = get_out_arg_names(out)
+            self.tasks.append(Task(node.name, out, args, {**kwargs, **dict(zip(names, buffers, strict=True))}))
+        else:
+            self.tasks.append(Task(node.name, _no_out(target), (buffers, args, kwargs), {}))
+        value = node.meta["val"]
+        return buffers[0] if isinstance(value, Tensor) else type(value)(buffers)

@@ -1,0 +1,280 @@
+"""The plan: everything a replay needs to know of a graph, computed once from the final FX graph."""
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch.fx import GraphModule, Node
+
+Dim: TypeAlias = "int | sympy.Expr"
+Values: TypeAlias = "dict[sympy.Symbol, int]"
+
+
+def dim(size: Any) -> Dim:
+    """A size of a fake tensor as an int, or as the sympy expression behind it."""
+    return size if isinstance(size, int) else size.node.expr
+
+
+def evaluate(size: Dim, values: Values) -> int:
+    """``size`` with every symbol replaced by its value."""
+    return size if isinstance(size, int) else int(size.xreplace(values))
+
+
+@dataclass(frozen=True)
+class Input:
+    """One placeholder of the final graph.
+
+    Attributes:
+        name: the placeholder; unique.
+        label: what the user calls it: Dynamo's source expression where there is one.
+        source: index among the arguments of the compiled function; several inputs may share one.
+        role: ``parameter`` (weights and buffers), ``cache`` (written in place), ``padding`` (contents of padded rows),
+            ``block_table``, ``lengths``, ``token``, ``size`` (a host integer), ``unused`` or ``other``.
+        static: the address is frozen at capture; otherwise contents are copied into a stable buffer.
+        shape: ints, or sympy expressions of the graph's symbols.
+        padding: source index of the tensor that holds this input's padded rows.
+        layer, phase: of an attention node's own block table.
+        group: of a block table, also of the one slots are computed from.
+    """
+
+    name: str
+    label: str
+    source: int
+    role: str
+    static: bool
+    shape: tuple[Dim, ...]
+    dtype: torch.dtype | None
+    padding: int | None = None
+    layer: str | None = None
+    phase: str | None = None
+    group: str | None = None
+
+    @property
+    def buffer(self) -> str | None:
+        """Name of the stable buffer; inputs with one source share it."""
+        if self.static or self.role in ("size", "unused", "padding"):
+            return None
+        return f"block_table.{self.group}" if self.role == "block_table" else f"input.{self.source}"
+
+
+@dataclass(frozen=True)
+class Output:
+    """One result of the graph: a tensor's shape, dtype and device, or a host integer (no dtype)."""
+
+    shape: tuple[Dim, ...]
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None
+
+    def empty(self, values: Values) -> Any:
+        """The result of a call without rows."""
+        shape = [evaluate(d, values) for d in self.shape]
+        return shape[0] if self.dtype is None else torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def hand_out(self, result: Any, values: Values) -> Any:
+        """A copy of ``result`` without padded rows; ``values`` are the call's own."""
+        if self.dtype is None:
+            return evaluate(self.shape[0], values) if self.shape else result
+        return result[tuple(slice(0, evaluate(d, values)) for d in self.shape)].clone()
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention node and the inputs it depends on."""
+
+    layer: str
+    phase: str
+    layout: str
+    heads: int
+    head_dim: int
+    window: int | None
+    scale: float
+    group: str | None
+    block_table: str
+    kv_len_source: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Inputs, outputs and sizes of a graph.
+
+    Attributes:
+        rows: the symbol of the row count when every small input's padded rows are declared, else None.
+        max_rows: rows the inputs' paddings allow; None without ``rows``.
+        symbols: every symbol of the graph, in the order of the inputs; captures are keyed by their values.
+    """
+
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    attention: tuple[Attention, ...]
+    symbols: tuple[sympy.Symbol, ...]
+    rows: sympy.Symbol | None
+    max_rows: int | None
+
+    def values(self, args: list[Any]) -> Values:
+        """Value of every symbol, read from the arguments of a call."""
+        found: Values = {}
+        for item in self.inputs:
+            arg = args[item.source]
+            sizes = (arg,) if item.dtype is None else arg.shape
+            for expr, size in zip(item.shape, sizes, strict=True):
+                if isinstance(expr, sympy.Symbol):
+                    found[expr] = int(size)
+        return found
+
+
+def _label(node: Node) -> str:
+    return str(node.meta.get("label", node.name))
+
+
+def _written(gm: GraphModule) -> set[Node]:
+    """Placeholders that an operator of the graph writes to."""
+    found: set[Node] = set()
+    for node in gm.graph.nodes:
+        if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+            continue
+        for index, schema in enumerate(node.target._schema.arguments):
+            if schema.alias_info is not None and schema.alias_info.is_write:
+                arg = node.args[index] if index < len(node.args) else node.kwargs.get(schema.name)
+                while isinstance(arg, Node) and arg.op == "call_function" and arg.args:  # a view of an input
+                    arg = arg.args[0]
+                if isinstance(arg, Node) and arg.op == "placeholder":
+                    found.add(arg)
+    return found
+
+
+def _origin(node: Any) -> Node | None:
+    """The placeholder a value is computed from along first arguments (``seq_len + 4`` comes from ``seq_len``)."""
+    while isinstance(node, Node) and node.op == "call_function":
+        node = next((a for a in node.args if isinstance(a, Node)), None)
+        if node is None:
+            return None
+    return node if isinstance(node, Node) and node.op == "placeholder" else None
+
+
+def _reached(start: Node, targets: tuple[Any, ...], through: tuple[Any, ...]) -> bool:
+    """Whether ``start`` is an argument of one of ``targets``, directly or through shape-like operators."""
+    queue, seen = [start], {start}
+    while queue:
+        node = queue.pop()
+        for user in node.users:
+            if user.target in targets and user.args.index(node) == 1:
+                return True
+            if user.target in through and user not in seen:
+                seen.add(user)
+                queue.append(user)
+    return False
+
+
+def _attention_nodes(gm: GraphModule) -> tuple[list[Attention], set[Node]]:
+    records, lengths = [], set()
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.gemma_npu.paged_attention.default):
+        names = [a.name for a in node.target._schema.arguments]
+        defaults = {a.name: a.default_value for a in node.target._schema.arguments}
+        arg = {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+        table = arg["block_table"]
+        binding = table.meta.get("table")
+        origin = _origin(arg["kv_lens"])
+        if origin is not None:
+            lengths.add(origin)
+        phase, _, layer = arg["layer"].rpartition("/")
+        shape = arg["query"].meta["val"].shape
+        records.append(
+            Attention(
+                layer=layer,
+                phase=phase,
+                layout=arg["layout"],
+                heads=int(shape[1]),
+                head_dim=int(shape[-1]),
+                window=arg["window"],
+                scale=arg["scale"],
+                group=binding.group if binding else None,
+                block_table=table.name,
+                kv_len_source=_label(origin) if origin is not None else str(arg["kv_lens"]),
+            )
+        )
+    return records, lengths
+
+
+def _output(result: Any) -> Output:
+    fake = result.meta["val"] if isinstance(result, Node) else result
+    if isinstance(fake, torch.Tensor):
+        return Output(tuple(dim(s) for s in fake.shape), fake.dtype, fake.device)
+    return Output((dim(fake),)) if isinstance(fake, (int, torch.SymInt)) else Output(())
+
+
+def make_plan(gm: GraphModule, static: set[int]) -> Plan:
+    """Plan a final graph.
+
+    Args:
+        gm: after the passes; placeholders carry ``meta["source"]`` (argument index).
+        static: argument indices whose addresses do not change between calls.
+    """
+    aten = torch.ops.aten
+    nodes = gm.graph.find_nodes(op="placeholder")
+    written = _written(gm)
+    attention, lengths = _attention_nodes(gm)
+    inputs: list[Input] = []
+    symbols: dict[sympy.Symbol, None] = {}
+    groups = {n.meta["source"]: n.meta["table"].group for n in nodes if "table" in n.meta}
+    paddings = {n.meta["padding"] for n in nodes if "padding" in n.meta}
+    for node in nodes:
+        fake, binding, padding = node.meta["val"], node.meta.get("table"), node.meta.get("padding")
+        group = groups.get(node.meta["source"])
+        shape: tuple[Dim, ...] = ()
+        if isinstance(fake, torch.Tensor):
+            shape = tuple(dim(s) for s in fake.shape)
+            role = "other"
+            if node in paddings:
+                role = "padding"
+            elif not node.users:
+                role = "unused"
+            elif group is not None:
+                role = "block_table"
+            elif node in written:
+                role = "cache"
+            elif node.meta["source"] in static:
+                role = "parameter"
+            elif node in lengths:
+                role = "lengths"
+            elif _reached(node, (aten.embedding.default,), (aten.stack.default, aten.cat.default, aten.view.default)):
+                role = "token"
+        else:
+            shape, role = (
+                (dim(fake),) if isinstance(fake, (int, torch.SymInt)) else (),
+                "size" if node.users else "unused",
+            )
+        for expr in shape:
+            if role != "unused" and not isinstance(expr, int):
+                symbols.update(dict.fromkeys(sorted(expr.free_symbols, key=str)))
+        inputs.append(
+            Input(
+                name=node.name,
+                label=_label(node),
+                source=node.meta["source"],
+                role=role,
+                static=role == "cache" or node.meta["source"] in static,
+                shape=shape,
+                dtype=fake.dtype if isinstance(fake, torch.Tensor) else None,
+                padding=padding.meta["source"] if padding is not None else None,
+                layer=binding.layer if binding else None,
+                phase=binding.phase if binding else None,
+                group=group,
+            )
+        )
+    rows, max_rows = _rows(inputs, {n.meta["source"]: n.meta["val"] for n in nodes})
+    (results,) = gm.graph.find_nodes(op="output")[0].args
+    outputs = tuple(_output(r) for r in results)
+    return Plan(tuple(inputs), outputs, tuple(attention), tuple(symbols), rows, max_rows)
+
+
+def _rows(inputs: list[Input], values: dict[int, Any]) -> tuple[sympy.Symbol | None, int | None]:
+    """The row symbol and its bound, when every input that is copied per call has declared padded rows."""
+    copied = [i for i in inputs if i.buffer is not None]
+    leading = {i.shape[0] if i.shape else None for i in copied}
+    if not copied or any(i.padding is None for i in copied) or len(leading) != 1:
+        return None, None
+    symbol = leading.pop()
+    if not isinstance(symbol, sympy.Symbol):
+        return None, None
+    return symbol, min(int(values[i.padding].shape[0]) for i in copied if i.padding is not None)

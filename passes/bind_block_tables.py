@@ -1,0 +1,95 @@
+"""Give every attention node its own block-table input.
+
+Which table a layer reads is the field's most expensive mistake: looked up beside the graph by order or by name, it goes
+stale or belongs to another KV group, and acceptance collapses. After this pass it is an input of the graph, named after
+the layer and the phase; inputs of one group are views of one stable buffer.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+import gemma_npu_compile.ops  # noqa: F401  (registers the dialect)
+from gemma_npu_compile.errors import CompileError
+from gemma_npu_compile.passes.fx import placeholders
+from gemma_npu_compile.passes.result import PassResult
+
+
+@dataclass(frozen=True)
+class TableBinding:
+    """Where a block-table input belongs.
+
+    Attributes:
+        layer: ``"<model>.layers.<i>"``.
+        phase: ``"draft.<iteration>"`` or ``"verify"``, or what the caller named its phase.
+        group: ``"g<n>"``, numbered in the order of the function's table inputs.
+    """
+
+    layer: str
+    phase: str
+    group: str
+
+
+def attention_nodes(gm: GraphModule) -> list[Node]:
+    """The dialect's attention nodes in graph order."""
+    return gm.graph.find_nodes(op="call_function", target=torch.ops.gemma_npu.paged_attention.default)
+
+
+def argument(node: Node, name: str) -> object:
+    """Argument ``name`` of an operator call, its default when not given."""
+    for index, schema in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if schema.name == name:
+            return node.args[index] if index < len(node.args) else node.kwargs.get(name, schema.default_value)
+    raise KeyError(name)
+
+
+def _site(node: Node) -> tuple[str, str]:
+    """Phase and layer of an attention node."""
+    phase, _, layer = str(argument(node, "layer")).rpartition("/")
+    return phase or "step", layer or node.name
+
+
+def _check_caches(nodes: list[Node]) -> None:
+    """One cache, one table: a layer that reads a cache through another group's table reads other requests' blocks."""
+    seen: dict[object, tuple[Node, Node]] = {}
+    for node in nodes:
+        cache, table = argument(node, "key_cache"), argument(node, "block_table")
+        first, known = seen.setdefault(cache, (node, table))  # type: ignore[arg-type]
+        if known is not table:
+            mine, theirs = "/".join(_site(node)), "/".join(_site(first))
+            raise CompileError(
+                f"layer {mine} reads its cache through block table {table}, but {theirs} reads the same cache through "
+                f"{known}: each cache belongs to one KV group"
+            )
+
+
+def bind_block_tables(gm: GraphModule) -> PassResult:
+    """Replace each attention node's table by an input of its own, with ``meta["table"]`` and ``meta["source"]``.
+
+    Raises:
+        CompileError: two attention nodes read one cache through different tables.
+    """
+    result = PassResult()
+    inputs = placeholders(gm)
+    unbound = [n for n in attention_nodes(gm) if "table" not in getattr(argument(n, "block_table"), "meta", {})]
+    _check_caches(unbound)
+    tables = {argument(n, "block_table") for n in unbound}
+    groups = {node: f"g{i}" for i, node in enumerate(n for n in inputs if n in tables)}
+    last = inputs[-1] if inputs else None
+    for node in unbound:
+        table = argument(node, "block_table")
+        if table not in groups:
+            result.left["the table is computed in the graph"] += 1
+            continue
+        assert isinstance(table, Node)
+        assert last is not None
+        phase, layer = _site(node)
+        with gm.graph.inserting_after(last):
+            bound = gm.graph.placeholder(f"block_table_{phase}_{layer}".replace(".", "_"))
+        last = bound
+        bound.meta.update(table.meta)
+        bound.meta["table"] = TableBinding(layer, phase, groups[table])
+        node.args = tuple(bound if i == 3 else arg for i, arg in enumerate(node.args))
+        result.changed += 1
+    return result

@@ -1,0 +1,76 @@
+"""The ordered list of passes and the one place that runs them."""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch.fx import GraphModule
+
+from gemma_npu_compile.passes.bind_block_tables import bind_block_tables
+from gemma_npu_compile.passes.declare_row_padding import declare_row_padding
+from gemma_npu_compile.passes.in_place import keep_writes_in_place
+from gemma_npu_compile.passes.remove_host_syncs import remove_host_syncs
+from gemma_npu_compile.passes.result import PassResult
+
+log = logging.getLogger(__name__)
+
+Pass = Callable[[GraphModule], PassResult]
+
+PASSES: dict[str, Pass] = {
+    "keep_writes_in_place": keep_writes_in_place,
+    "remove_host_syncs": remove_host_syncs,
+    "declare_row_padding": declare_row_padding,
+    "bind_block_tables": bind_block_tables,
+}
+"""Every pass by name, in the order in which they run. A pass changes the graph module it is given."""
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """What one pass did: nodes changed, nodes left alone by reason, time, and the graph's size around it."""
+
+    name: str
+    changed: int
+    left: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    nodes_before: int = 0
+    nodes_after: int = 0
+
+    def __str__(self) -> str:
+        left = "".join(f"; left {count}: {reason}" for reason, count in self.left.items())
+        nodes = f"{self.nodes_before} -> {self.nodes_after} nodes"
+        return f"{self.name}: {self.changed} changed, {nodes}, {self.seconds * 1e3:.1f} ms{left}"
+
+
+def run_passes(
+    gm: GraphModule,
+    *,
+    disable: Sequence[str] = (),
+    after: Callable[[str, GraphModule], None] | None = None,
+) -> list[PassRecord]:
+    """Run all passes but those named in ``disable`` on ``gm``, in place; lint after each.
+
+    Args:
+        gm: an AOT inference graph; node values in ``meta["val"]``.
+        after: called with the pass's name and the graph after each pass (dumps, checks).
+
+    Returns:
+        One record per pass that ran, in order.
+    """
+    records = []
+    for name, run in PASSES.items():
+        if name in disable:
+            log.info("%s: disabled", name)
+            continue
+        before, start = len(gm.graph.nodes), time.perf_counter()
+        result = run(gm)
+        gm.graph.lint()
+        gm.recompile()
+        seconds = time.perf_counter() - start
+        records.append(PassRecord(name, result.changed, result.left, seconds, before, len(gm.graph.nodes)))
+        log.info("%s", records[-1])
+        if after is not None:
+            after(name, gm)
+    return records
