@@ -42,7 +42,7 @@ class DraftVerifyStep(nn.Module):
     transformers classes, run through shadows (models.py); their parameters are shared, not copied.
 
     The drafting follows transformers' ``SinglePositionMultiTokenCandidateGenerator``: all iterations use position
-    ``seq_len`` and see the ``seq_len`` verified keys, of which the assistant's sliding layers see the last ``window + 1``.
+    ``seq_len`` and see the ``seq_len`` verified keys, the assistant's sliding layers the last ``window + 1`` of them.
 
     Args:
         target: a Gemma 4 causal model, in eval mode or not; it is run in eval mode.
