@@ -12,7 +12,8 @@ class CompileError(ValueError, ShortenTraceback):
     """
 
     def __init__(self, *args: Any) -> None:
-        super().__init__(*args, first_useful_frame=None)
+        super().__init__(*args)
+        self.first_useful_frame = None
 
 
 class CaptureError(RuntimeError):

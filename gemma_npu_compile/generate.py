@@ -1,5 +1,6 @@
 """``generate()``: batched greedy speculative decoding with transformers' calling convention."""
 
+import inspect
 import logging
 import time
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from gemma_npu_compile.engine import ENGINES, Engine
 from gemma_npu_compile.models import check_target
 from gemma_npu_compile.options import Options
+from gemma_npu_compile.report import CompileReport
 from gemma_npu_compile.stats import Stats
 
 log = logging.getLogger(__name__)
@@ -165,7 +167,7 @@ def generate(
     eos = _eos_ids(config)
     pad = config.pad_token_id if config.pad_token_id is not None else min(eos, default=0)
     if input_ids.dim() == 2 and input_ids.shape[0] == 0:
-        stats = Stats.start(0, num_draft_tokens if assistant_model is not None else 0, _no_report())
+        stats = Stats.start(0, num_draft_tokens if assistant_model is not None else 0, CompileReport())
         return (input_ids.clone(), stats) if return_stats else input_ids.clone()
     prompts = _prompts(input_ids, attention_mask, config.pad_token_id, eos)
     limit = _limit(config, max_new_tokens, input_ids.shape[1])
@@ -190,10 +192,12 @@ def generate(
     return (result, stats) if return_stats else result
 
 
-def _no_report() -> Any:
-    from gemma_npu_compile.report import CompileReport
-
-    return CompileReport()
+# transformers hands a custom_generate function every parameter it names and `_sample` does not, and takes it away from
+# its own preparation. It must go on preparing these two, so the signature it inspects does not show them.
+_signature = inspect.signature(generate)
+generate.__signature__ = _signature.replace(  # type: ignore[attr-defined]
+    parameters=[p for n, p in _signature.parameters.items() if n not in ("attention_mask", "max_new_tokens")]
+)
 
 
 def _decode(

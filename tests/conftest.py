@@ -1,7 +1,10 @@
 """Shared fixtures: random two-layer pairs that trace in seconds, and the bundled trained pair."""
 
+import importlib.util
 import os
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,3 +122,15 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(scope="session")
+def reference_round() -> Callable[..., Any]:
+    """:func:`tests/reference.py` (loaded by path: tests are no package)."""
+    spec = importlib.util.spec_from_file_location("reference", Path(__file__).with_name("reference.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["reference"] = module
+    spec.loader.exec_module(module)
+    return module.reference_round
