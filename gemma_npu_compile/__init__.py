@@ -18,12 +18,14 @@ if not (_HERE / "passes").is_dir() and (_HERE.parent / "passes").is_dir():
 _EXPORTS = {
     "CompileReport": "report",
     "DraftVerifyStep": "step",
+    "Engine": "engine",
     "OutOfBlocksError": "kv_cache",
     "Options": "options",
     "PagedKVCache": "kv_cache",
     "Stats": "stats",
     "explain": "report",
     "generate": "generate",
+    "mark_rows": "step",
 }
 
 __all__ = [*sorted(_EXPORTS), "__version__"]

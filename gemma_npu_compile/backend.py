@@ -39,7 +39,8 @@ def _labels(gm: GraphModule) -> list[str]:
         source = getattr(node.meta.get("grapharg"), "source", None)
         label = node.name if source is None else str(source.name)
         label = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", label)
-        labels.append(re.sub(r"^L\['(\w+)'\]", r"\1", label))
+        label = re.sub(r"^L\['(\w+)'\]", r"\1", label)
+        labels.append(re.sub(r"^(?:fn|self)\.", "", label))
     return labels
 
 

@@ -253,10 +253,10 @@ COMMANDS = {"run": (run, _print_run), "acceptance": (acceptance, _print_acceptan
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    common = argparse.ArgumentParser(add_help=False)
+    common = Parser(add_help=False)
     common.add_argument("--json", action="store_true", help="one JSON object on stdout")
     common.add_argument("--platform", choices=PLATFORMS, default="ascend910b", help="SoC to compile for")
-    pair = argparse.ArgumentParser(add_help=False)
+    pair = Parser(add_help=False)
     pair.add_argument("--model", type=Path, default=TARGET_DIR, help="target directory (default: the bundled pair)")
     pair.add_argument("--assistant", type=Path, default=ASSISTANT_DIR, help="assistant directory")
     pair.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")

@@ -19,7 +19,7 @@ from gemma_npu_compile.models import PagedContext
 from gemma_npu_compile.ops import slot_mapping
 from gemma_npu_compile.options import Options
 from gemma_npu_compile.report import CompileReport, collect
-from gemma_npu_compile.step import DraftVerifyStep, StepOutput
+from gemma_npu_compile.step import DraftVerifyStep, StepOutput, mark_rows
 
 log = logging.getLogger(__name__)
 
@@ -114,8 +114,7 @@ class Engine:
         if not self._warm:
             token, hidden, seq_len = token.clone(), hidden.clone(), seq_len.clone()
             tables = tuple(t.clone() for t in tables)
-            for tensor in (token, hidden, seq_len, *tables):
-                torch._dynamo.mark_dynamic(tensor, 0)
+            mark_rows(token, hidden, seq_len, tables)
         return self._run(token, hidden, seq_len, tables)
 
     # ---- prefill

@@ -12,7 +12,7 @@ class CompileError(ValueError, ShortenTraceback):
     """
 
     def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+        super().__init__(*args)  # type: ignore[call-arg]
         self.first_useful_frame = None
 
 

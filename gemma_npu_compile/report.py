@@ -52,6 +52,7 @@ class GraphReport:
                 {"layer": a.layer, "phase": a.phase, "group": a.group, "block_table": a.block_table}
                 for a in (self.plan.attention if self.plan else ())
             ],
+            "unpadded": self.plan.unpadded if self.plan else None,
             "seconds": dict(self.seconds),
             "sizes": list(self.sizes),
             "captures": self.captures,
@@ -72,6 +73,8 @@ class GraphReport:
                 f"  attention {node.phase}/{node.layer}: {node.layout}, head size {node.head_dim}, {window}, "
                 f"scale {node.scale:g}, {node.group}"
             )
+        if self.plan is not None and self.plan.unpadded is not None:
+            yield f"  one capture per input size: {self.plan.unpadded}"
         megabytes = (self.pool_bytes + self.buffer_bytes) / 2**20
         yield f"  {self.captures} captures, rows {self.sizes}, {megabytes:.1f} MiB"
         yield f"  {self.replays} replays, {self.eager_calls} eager calls"

@@ -35,6 +35,16 @@ class StepOutput(NamedTuple):
     target_logits: Tensor
 
 
+def mark_rows(*inputs: Tensor | tuple[Tensor, ...]) -> None:
+    """Tell Dynamo that the first axis of the step's inputs is a number of rows, before the first compiled call.
+
+    One trace then serves every number of rows from 2 on. Without it, the first call is traced for its own size.
+    """
+    for tensor in inputs:
+        for each in tensor if isinstance(tensor, tuple) else (tensor,):
+            torch._dynamo.mark_dynamic(each, 0)
+
+
 class DraftVerifyStep(nn.Module):
     """Draft ``num_draft_tokens`` tokens with the assistant, verify them with the target, accept greedily per row.
 

@@ -34,13 +34,13 @@ class StableBuffers:
         self.buffers: dict[str, Tensor] = {}
         for item in self.inputs:
             arg = args[item.source]
-            shape = arg.shape if rows is None else (rows, *arg.shape[1:])
+            shape = arg.shape if rows is None or item.padding is None else (rows, *arg.shape[1:])
             self.buffers[str(item.buffer)] = torch.zeros(shape, dtype=arg.dtype, device=arg.device)
 
     def view(self, item: Input, rows: int | None) -> Tensor:
         """What a capture of ``rows`` rows reads for ``item``."""
         buffer = self.buffers[str(item.buffer)]
-        return buffer if rows is None else buffer[:rows]
+        return buffer if rows is None or item.padding is None else buffer[:rows]
 
     def check(self, args: list[Any]) -> None:
         """Refuse inputs that do not fit their buffer.
@@ -50,7 +50,8 @@ class StableBuffers:
         """
         for item in self.inputs:
             arg, buffer = args[item.source], self.buffers[str(item.buffer)]
-            if arg.dim() == buffer.dim() and arg.shape[1:] == buffer.shape[1:] and arg.dtype == buffer.dtype:
+            shape = arg.shape if item.padding is None else buffer.shape[:1] + arg.shape[1:]
+            if shape == buffer.shape and arg.dtype == buffer.dtype:
                 continue
             if item.role == "block_table" and arg.dim() == buffer.dim():
                 raise ReplayError(
@@ -67,13 +68,13 @@ class StableBuffers:
         copied = 0
         for item in self.inputs:
             arg, buffer = args[item.source], self.buffers[str(item.buffer)]
-            if rows is None or size is None:
+            if rows is None or size is None or item.padding is None:
                 buffer.copy_(arg)
                 copied += arg.nbytes
                 continue
             buffer[:rows].copy_(arg)
             if rows < size:
-                buffer[rows:size].copy_(args[item.padding][rows:size])  # type: ignore[index]
+                buffer[rows:size].copy_(args[item.padding][rows:size])
             copied += buffer[:size].nbytes
         return copied
 

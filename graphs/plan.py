@@ -99,8 +99,9 @@ class Plan:
     """Inputs, outputs and sizes of a graph.
 
     Attributes:
-        rows: the symbol of the row count when every small input's padded rows are declared, else None.
+        rows: the symbol of the row count when every input that has rows has declared padding, else None.
         max_rows: rows the inputs' paddings allow; None without ``rows``.
+        unpadded: why there is no ``rows``.
         symbols: every symbol of the graph, in the order of the inputs; captures are keyed by their values.
     """
 
@@ -110,6 +111,7 @@ class Plan:
     symbols: tuple[sympy.Symbol, ...]
     rows: sympy.Symbol | None
     max_rows: int | None
+    unpadded: str | None = None
 
     def values(self, args: list[Any]) -> Values:
         """Value of every symbol, read from the arguments of a call."""
@@ -262,19 +264,29 @@ def make_plan(gm: GraphModule, static: set[int]) -> Plan:
                 group=group,
             )
         )
-    rows, max_rows = _rows(inputs, {n.meta["source"]: n.meta["val"] for n in nodes})
+    rows, max_rows, unpadded = _rows(inputs, {n.meta["source"]: n.meta["val"] for n in nodes})
     (results,) = gm.graph.find_nodes(op="output")[0].args
     outputs = tuple(_output(r) for r in results)
-    return Plan(tuple(inputs), outputs, tuple(attention), tuple(symbols), rows, max_rows)
+    return Plan(tuple(inputs), outputs, tuple(attention), tuple(symbols), rows, max_rows, unpadded)
 
 
-def _rows(inputs: list[Input], values: dict[int, Any]) -> tuple[sympy.Symbol | None, int | None]:
-    """The row symbol and its bound, when every input that is copied per call has declared padded rows."""
-    copied = [i for i in inputs if i.buffer is not None]
-    leading = {i.shape[0] if i.shape else None for i in copied}
-    if not copied or any(i.padding is None for i in copied) or len(leading) != 1:
-        return None, None
-    symbol = leading.pop()
-    if not isinstance(symbol, sympy.Symbol):
-        return None, None
-    return symbol, min(int(values[i.padding].shape[0]) for i in copied if i.padding is not None)
+def _rows(inputs: list[Input], values: dict[int, Any]) -> tuple[sympy.Symbol | None, int | None, str | None]:
+    """The row symbol and its bound; or why rows cannot be padded.
+
+    Every input whose shape depends on a symbol must have the row symbol in front, and nowhere else, and declared
+    padding. Inputs of a fixed shape are the same for every number of rows.
+    """
+    sized = [i for i in inputs if i.buffer is not None and any(not isinstance(d, int) for d in i.shape)]
+    if not sized:
+        return None, None, "no input has a symbolic shape (torch.compile saw one size: see mark_rows)"
+    for item in sized:
+        if item.padding is None:
+            return None, None, f"input {item.label} has no declared padding (gemma_npu::row_padding)"
+        if not isinstance(item.shape[0], sympy.Symbol) or item.shape[0] != sized[0].shape[0]:
+            return None, None, f"input {item.label} does not have the rows of {sized[0].label}"
+        if any(not isinstance(d, int) for d in item.shape[1:]):
+            return None, None, f"input {item.label} has symbolic sizes {item.shape[1:]} beside its rows"
+    bounds = [values[i.padding].shape[0] for i in sized if i.padding is not None]
+    if not all(isinstance(bound, int) for bound in bounds):
+        return None, None, "the number of padded rows is symbolic (dynamic=True; see mark_rows)"
+    return sized[0].shape[0], min(bounds), None

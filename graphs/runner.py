@@ -10,9 +10,8 @@ from torch.fx import GraphModule
 
 from gemma_npu_compile.errors import CaptureError, ReplayError
 from gemma_npu_compile.graphs.buffers import StableBuffers
-from gemma_npu_compile.graphs.host import HostGraph
-from gemma_npu_compile.graphs.memory import Pool
 from gemma_npu_compile.graphs.plan import Plan, Values, evaluate
+from gemma_npu_compile.graphs.runtime import Captured, HostRuntime, Runtime
 from gemma_npu_compile.graphs.sizes import capture_sizes, size_for
 from gemma_npu_compile.options import Options
 from gemma_npu_compile.report import GraphReport
@@ -43,9 +42,9 @@ class GraphRunner:
         self.gm, self.plan, self.options, self.report = gm, plan, options, report
         self.sizes = capture_sizes(options.capture_sizes, plan.max_rows) if plan.max_rows is not None else ()
         self._lock = threading.Lock()
-        self._pool = Pool()
+        self._runtime: Runtime = HostRuntime()
         self._buffers: dict[Key, StableBuffers] = {}
-        self._graphs: dict[Key, HostGraph] = {}
+        self._graphs: dict[Key, Captured] = {}
         self._refused: dict[Key, str] = {}
         self._addresses: list[tuple[int, int, str]] = []
         self._warned: set[str] = set()
@@ -133,13 +132,12 @@ class GraphRunner:
                 return
         else:
             wanted = [{**sized, self.plan.rows: size} for size in reversed(self.sizes)]
-        graphs: dict[Key, HostGraph] = {}
+        graphs: dict[Key, Captured] = {}
         try:
             for each in wanted:
                 name = "capture" if self.plan.rows is None else f"capture of {each[self.plan.rows]} rows"
-                graphs[self._key(each)] = HostGraph(
-                    self.gm, self._arguments(args, buffers, each), each, self._pool, name
-                )
+                arguments = self._arguments(args, buffers, each)
+                graphs[self._key(each)] = self._runtime.capture(self.gm, arguments, each, name)
         except CaptureError as error:
             self._refused.update((self._key(each), str(error)) for each in wanted)
             return
@@ -148,7 +146,7 @@ class GraphRunner:
         report.captures += len(graphs)
         report.sizes.extend(each[self.plan.rows] for each in wanted if self.plan.rows is not None)
         report.seconds["capture"] = report.seconds.get("capture", 0.0) + time.perf_counter() - start
-        report.pool_bytes = self._pool.nbytes
+        report.pool_bytes = self._runtime.nbytes
         report.buffer_bytes = sum(b.nbytes for b in self._buffers.values())
         log.info("%s: %d captures, rows %s, pool %d bytes", report.name, len(graphs), report.sizes, report.pool_bytes)
 
@@ -179,4 +177,4 @@ class GraphRunner:
             self._refused.clear()
             self._addresses.clear()
             self._buffers.clear()
-            self._pool.free()
+            self._runtime.free()

@@ -1,0 +1,51 @@
+"""What the runner needs of a platform's graphs: record once, replay often, memory that can be counted and freed."""
+
+from typing import Any, Protocol
+
+from torch.fx import GraphModule
+
+from gemma_npu_compile.graphs.host import HostGraph
+from gemma_npu_compile.graphs.memory import Pool
+from gemma_npu_compile.graphs.plan import Values
+
+
+class Captured(Protocol):
+    """One captured graph. ``outputs`` lie at fixed addresses until the next replay of any graph of the runtime."""
+
+    outputs: list[Any]
+
+    def replay(self) -> None: ...
+
+
+class Runtime(Protocol):
+    """Captures graphs that share memory."""
+
+    def capture(self, gm: GraphModule, args: list[Any], values: Values, name: str) -> Captured:
+        """Record ``gm`` on ``args`` without running it; raise CaptureError, naming the node, if that is impossible."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of intermediates over all captures."""
+        ...
+
+    def free(self) -> None:
+        """Drop the memory; captures must be gone."""
+        ...
+
+
+class HostRuntime:
+    """Graphs on host memory, in one pool."""
+
+    def __init__(self) -> None:
+        self._pool = Pool()
+
+    def capture(self, gm: GraphModule, args: list[Any], values: Values, name: str) -> HostGraph:
+        return HostGraph(gm, args, values, self._pool, name)
+
+    @property
+    def nbytes(self) -> int:
+        return self._pool.nbytes
+
+    def free(self) -> None:
+        self._pool.free()
