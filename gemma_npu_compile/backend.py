@@ -14,6 +14,7 @@ from torch._guards import CompileContext, TracingContext
 from torch.fx import GraphModule
 
 import gemma_npu_compile.ops  # noqa: F401  (registers the dialect)
+from gemma_npu_compile.capabilities import platform
 from gemma_npu_compile.errors import CompileError
 from gemma_npu_compile.graphs.plan import make_plan
 from gemma_npu_compile.graphs.runner import GraphRunner
@@ -112,8 +113,9 @@ class Backend:
             labels = [node.name for node in inputs]
         for index, (node, label) in enumerate(zip(inputs, labels, strict=True)):
             node.meta.update(source=index, label=label)
+        target = platform(options.platform, options.capabilities)
         start = time.perf_counter()
-        report.passes = run_passes(gm, disable=options.disable_passes)
+        report.passes = run_passes(gm, platform=target, disable=options.disable_passes)
         report.seconds["passes"] = time.perf_counter() - start
         report.nodes = len(gm.graph.nodes)
         report.plan = make_plan(gm, static)

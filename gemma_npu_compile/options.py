@@ -32,6 +32,7 @@ class Options:
         capture: False runs the same lowered graph without capturing it ("eager" in this project).
         capture_sizes: rows of the captured graphs; None for powers of two up to the rows the inputs were made for
             (``max_rows`` of the cache). That ceiling is always added. Size 1 becomes 2: torch traces one row apart.
+        capabilities: a JSON file with rules to put in front of the platform's table (capabilities.py).
         on_fallback: ``"warn"`` runs an uncaptured call and warns once per reason; ``"error"`` raises instead.
         max_captures: captured graphs per compiled graph, for graphs whose inputs have no declared row padding.
         disable_passes: names of passes to leave out (``gemma_npu_compile.passes.PASSES``).
@@ -46,6 +47,7 @@ class Options:
     on_fallback: str = "warn"
     max_captures: int = 16
     disable_passes: tuple[str, ...] = field(default=())
+    capabilities: str | None = None
 
     def __post_init__(self) -> None:
         choice("platform", self.platform, PLATFORMS)

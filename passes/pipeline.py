@@ -8,23 +8,33 @@ from dataclasses import dataclass, field
 
 from torch.fx import GraphModule
 
+from gemma_npu_compile.capabilities import Platform
+from gemma_npu_compile.capabilities import platform as get_platform
 from gemma_npu_compile.passes.bind_block_tables import bind_block_tables
+from gemma_npu_compile.passes.common_subexpressions import eliminate_common_subexpressions
 from gemma_npu_compile.passes.declare_row_padding import declare_row_padding
 from gemma_npu_compile.passes.in_place import keep_writes_in_place
+from gemma_npu_compile.passes.large_heads_to_bnsd import large_heads_to_bnsd
 from gemma_npu_compile.passes.remove_host_syncs import remove_host_syncs
+from gemma_npu_compile.passes.remove_no_ops import remove_no_ops
 from gemma_npu_compile.passes.result import PassResult
 
 log = logging.getLogger(__name__)
 
-Pass = Callable[[GraphModule], PassResult]
+Pass = Callable[..., PassResult]
 
 PASSES: dict[str, Pass] = {
     "keep_writes_in_place": keep_writes_in_place,
     "remove_host_syncs": remove_host_syncs,
     "declare_row_padding": declare_row_padding,
+    "remove_no_ops": remove_no_ops,
+    "eliminate_common_subexpressions": eliminate_common_subexpressions,
+    "large_heads_to_bnsd": large_heads_to_bnsd,
     "bind_block_tables": bind_block_tables,
 }
 """Every pass by name, in the order in which they run. A pass changes the graph module it is given."""
+
+_ASK_PLATFORM = {"large_heads_to_bnsd"}
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,7 @@ class PassRecord:
 def run_passes(
     gm: GraphModule,
     *,
+    platform: Platform | None = None,
     disable: Sequence[str] = (),
     after: Callable[[str, GraphModule], None] | None = None,
 ) -> list[PassRecord]:
@@ -54,18 +65,20 @@ def run_passes(
 
     Args:
         gm: an AOT inference graph; node values in ``meta["val"]``.
+        platform: what passes ask for legality; the CPU, which allows everything, by default.
         after: called with the pass's name and the graph after each pass (dumps, checks).
 
     Returns:
         One record per pass that ran, in order.
     """
     records = []
+    target = platform or get_platform("cpu")
     for name, run in PASSES.items():
         if name in disable:
             log.info("%s: disabled", name)
             continue
         before, start = len(gm.graph.nodes), time.perf_counter()
-        result = run(gm)
+        result = run(gm, platform=target) if name in _ASK_PLATFORM else run(gm)
         gm.graph.lint()
         gm.recompile()
         seconds = time.perf_counter() - start

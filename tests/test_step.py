@@ -115,7 +115,7 @@ def test_a_wrong_group_table_changes_drafts_but_not_tokens(pair):
 
 def test_a_cache_read_through_another_groups_table_does_not_compile(pair):
     """The binding pass sees the fault before anything runs."""
-    engine = Engine(*pair, 1, max_rows=2, max_model_len=64, block_size=16)
+    engine = Engine(*pair, 1, max_rows=2, max_model_len=64)
     engine.step.draft_groups = (engine.step.draft_groups[1], engine.step.draft_groups[1])
     with pytest.raises(ValueError, match=r"draft\.0/assistant\.layers\.0.*verify/target|verify/target.*draft\.0"):
         engine.warm_up()

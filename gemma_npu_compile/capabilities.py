@@ -1,0 +1,205 @@
+"""What one device can do: which attention calls are legal on which SoC, and where that is written.
+
+Documents, tiling sources and reports disagree between CANN releases, so the table is data: every row names its source,
+and a file can put rows in front of it (``options={"capabilities": FILE}``).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from gemma_npu_compile.errors import CompileError
+from gemma_npu_compile.options import PLATFORMS, choice, nearest
+
+DOCUMENT = "op-plugin document of npu_fused_infer_attention_score"
+TILING = "ops-transformer host tiling of FusedInferAttentionScore"
+REPORT = "vllm-ascend #9632, #14670"
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One attention call to be judged.
+
+    Attributes:
+        layout: ``TND``, ``BNSD``, ``BSND`` or ``BSH``.
+        q_len: queries per row.
+        block_size: of the paged cache; None for dense keys.
+    """
+
+    layout: str
+    head_dim: int
+    q_len: int
+    heads: int
+    kv_heads: int
+    block_size: int | None
+
+
+@dataclass(frozen=True)
+class AttentionRule:
+    """One row of the table. A field that is None matches everything.
+
+    Attributes:
+        q_len: ``"1"`` or ``">1"``.
+        paged: whether keys come through a block table.
+        block_multiple, block_max: for legal paged calls; a block size outside makes the call illegal.
+        error: what the operator says, for an illegal call.
+        source: document, source or report behind the row.
+    """
+
+    legal: bool
+    source: str
+    layout: str | None = None
+    head_dims: tuple[int, ...] | None = None
+    max_head_dim: int | None = None
+    q_len: str | None = None
+    paged: bool | None = None
+    block_multiple: int | None = None
+    block_max: int | None = None
+    error: str = ""
+
+    def matches(self, call: AttentionCall) -> bool:
+        """Whether this row speaks of ``call``."""
+        return (
+            self.layout in (None, call.layout)
+            and (self.head_dims is None or call.head_dim in self.head_dims)
+            and (self.max_head_dim is None or call.head_dim <= self.max_head_dim)
+            and self.q_len in (None, "1" if call.q_len == 1 else ">1")
+            and self.paged in (None, call.block_size is not None)
+        )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a call is legal, and the rule and source that decide."""
+
+    legal: bool
+    rule: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Platform:
+    """One SoC (or the CPU): attention rules, first match decides, and general limits.
+
+    Attributes:
+        max_group: largest ``heads / kv_heads``; None for no limit.
+    """
+
+    name: str
+    attention: tuple[AttentionRule, ...]
+    max_heads: int | None = None
+    max_group: int | None = None
+    head_multiple: int = 1
+
+    def judge(self, call: AttentionCall) -> Verdict:
+        """Whether ``call`` is legal here, and why."""
+        limits = (
+            (call.head_dim % self.head_multiple == 0, f"head size must be a multiple of {self.head_multiple}"),
+            (self.max_heads is None or call.heads <= self.max_heads, f"at most {self.max_heads} heads"),
+            (
+                self.max_group is None or call.heads // call.kv_heads <= self.max_group,
+                f"at most {self.max_group} query heads per kv head",
+            ),
+        )
+        for holds, rule in limits:
+            if not holds:
+                return Verdict(False, rule, DOCUMENT)
+        for row in self.attention:
+            if row.matches(call):
+                return self._verdict(row, call)
+        return Verdict(False, f"no rule allows {call.layout} with head size {call.head_dim}", DOCUMENT)
+
+    @staticmethod
+    def _verdict(row: AttentionRule, call: AttentionCall) -> Verdict:
+        if not row.legal:
+            return Verdict(
+                False, row.error or f"{call.layout} with head size {call.head_dim} is not allowed", row.source
+            )
+        size = call.block_size
+        if size is not None and row.block_multiple is not None and size % row.block_multiple:
+            rule = f"block size {size} must be a multiple of {row.block_multiple} for {call.q_len} queries"
+            return Verdict(False, rule, row.source)
+        if size is not None and row.block_max is not None and size > row.block_max:
+            return Verdict(False, f"block size {size} exceeds {row.block_max}", row.source)
+        return Verdict(True, f"{call.layout} with head size {call.head_dim} is legal", row.source)
+
+
+_A2 = (
+    AttentionRule(True, DOCUMENT, "BNSD", None, 512, "1", True, block_multiple=16, block_max=512),
+    AttentionRule(True, f"{DOCUMENT}; {TILING}", "BNSD", None, 512, ">1", True, block_multiple=128, block_max=512),
+    AttentionRule(True, DOCUMENT, "BNSD", None, 512, None, False),
+    AttentionRule(
+        False,
+        f"{TILING}; {REPORT}",
+        "TND",
+        (512,),
+        error="561002: D is 512, TND, q_rope and k_rope should not be null",
+    ),
+    AttentionRule(
+        False,
+        REPORT,
+        "TND",
+        (256,),
+        error="561002: queryD(256) must be 192/128/64 (rejected on some CANN builds)",
+    ),
+    AttentionRule(True, DOCUMENT, "TND", (64, 128, 192), None, "1", True, block_multiple=16, block_max=512),
+    AttentionRule(True, DOCUMENT, "TND", (64, 128, 192), None, ">1", True, block_multiple=128, block_max=512),
+    AttentionRule(True, DOCUMENT, "TND", (64, 128, 192), None, None, False),
+    AttentionRule(True, DOCUMENT, "BSND", None, 512),
+    AttentionRule(True, DOCUMENT, "BSH", None, 512),
+)
+_A5 = (
+    _A2[0],
+    replace(_A2[1], source=DOCUMENT, block_max=1024),
+    _A2[2],
+    AttentionRule(True, "not excluded by " + DOCUMENT, "TND", None, 512, block_multiple=16, block_max=1024),
+    *_A2[-2:],
+)
+
+_TABLE = {
+    "ascend910b": Platform("ascend910b", _A2, max_heads=256, max_group=64, head_multiple=16),
+    "ascend910_93": Platform("ascend910_93", _A2, max_heads=256, max_group=64, head_multiple=16),
+    "ascend950": Platform("ascend950", _A5, max_heads=256, head_multiple=16),
+    "cpu": Platform("cpu", (AttentionRule(True, "gemma_npu::paged_attention, CPU kernel"),)),
+}
+assert tuple(_TABLE) == PLATFORMS
+
+
+def _rule(row: Mapping[str, Any], where: str) -> AttentionRule:
+    known = [f.name for f in fields(AttentionRule)]
+    for name in row:
+        if name not in known:
+            raise CompileError(f"{where}: unknown field {name!r}{nearest(name, known)}; known are {', '.join(known)}")
+    for name in ("legal", "source"):
+        if name not in row:
+            raise CompileError(f"{where}: a rule needs {name!r}")
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
+    return AttentionRule(**values)
+
+
+def platform(name: str, overrides: str | Path | None = None) -> Platform:
+    """The table of one platform, with the rules of an override file in front.
+
+    Args:
+        name: one of ``PLATFORMS``.
+        overrides: a JSON file ``{"attention": [{"legal": true, "source": "...", "layout": "TND", ...}, ...]}``; fields
+            as in :class:`AttentionRule`.
+
+    Raises:
+        CompileError: the name is unknown, or the file cannot be used; names the rule and the field.
+    """
+    choice("platform", name, PLATFORMS)
+    found = _TABLE[name]
+    if overrides is None:
+        return found
+    try:
+        data = json.loads(Path(overrides).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise CompileError(f"capabilities file {overrides}: {error}") from None
+    rows: Sequence[Any] = data.get("attention", []) if isinstance(data, dict) else []
+    if not isinstance(data, dict) or not isinstance(rows, list) or set(data) - {"attention"}:
+        raise CompileError(f'capabilities file {overrides} must hold {{"attention": [rules]}}')
+    rules = tuple(_rule(row, f"capabilities file {overrides}, rule {i}") for i, row in enumerate(rows))
+    return replace(found, attention=rules + found.attention)

@@ -1,0 +1,87 @@
+"""Give attention that is illegal as TND on the platform the BNSD layout, node by node.
+
+Large heads (256, 512) are what Gemma 4 has and what fused attention on Ascend refuses in TND. Which is asked of the
+platform's table; heads that are legal as they are stay.
+"""
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+import gemma_npu_compile.ops  # noqa: F401  (registers the dialect)
+from gemma_npu_compile.capabilities import AttentionCall, Platform
+from gemma_npu_compile.errors import CompileError
+from gemma_npu_compile.passes.bind_block_tables import argument, attention_nodes
+from gemma_npu_compile.passes.fx import call, copy_trace
+from gemma_npu_compile.passes.result import PassResult
+
+aten = torch.ops.aten
+
+
+def _facts(node: Node, layout: str) -> AttentionCall:
+    query, cache = node.args[0].meta["val"], node.args[1].meta["val"]  # type: ignore[union-attr]
+    rows = node.args[3].meta["val"].shape[0]  # type: ignore[union-attr]
+    q_len = query.shape[0] // rows
+    return AttentionCall(
+        layout=layout,
+        head_dim=int(query.shape[2]),
+        q_len=int(q_len),
+        heads=int(query.shape[1]),
+        kv_heads=int(cache.shape[2]),
+        block_size=int(cache.shape[1]),
+    )
+
+
+def _swapped(graph: Graph, tensor: Node) -> Node:
+    """Axes 1 and 2 exchanged, contiguous: fused attention takes no strided inputs."""
+    swapped = call(graph, aten.transpose.int, tensor, 1, 2)
+    return call(graph, aten.clone.default, swapped, memory_format=torch.contiguous_format)
+
+
+def _rewrite(gm: GraphModule, node: Node, facts: AttentionCall) -> None:
+    """``(T, N, D)`` to ``(B, N, S, D)`` in front, and back behind."""
+    graph = gm.graph
+    query, table = node.args[0], node.args[3]
+    swap = facts.q_len > 1  # with one query per row both layouts lie the same in memory
+    with graph.inserting_before(node):
+        rows = call(graph, aten.sym_size.int, table, 0)
+        if swap:
+            split = call(graph, aten.view.default, query, [rows, facts.q_len, facts.heads, facts.head_dim])
+            bnsd = _swapped(graph, split)
+        else:
+            bnsd = call(graph, aten.view.default, query, [rows, facts.heads, 1, facts.head_dim])
+        args = (bnsd, *node.args[1:7], "BNSD", *node.args[8:])
+        attention = call(graph, node.target, *args, **node.kwargs)
+        back = _swapped(graph, attention) if swap else attention
+        tokens = call(graph, aten.sym_size.int, query, 0)
+        flat = call(graph, aten.view.default, back, [tokens, facts.heads, facts.head_dim])
+    copy_trace(attention, node)
+    node.replace_all_uses_with(flat)
+    graph.erase_node(node)
+
+
+def large_heads_to_bnsd(gm: GraphModule, *, platform: Platform) -> PassResult:
+    """Rewrite each TND attention node that ``platform`` forbids to BNSD; carry scale, window, table and lengths.
+
+    Raises:
+        CompileError: a node is legal in neither layout; names layer, rule and source.
+    """
+    result = PassResult()
+    for node in attention_nodes(gm):
+        if argument(node, "layout") != "TND":
+            result.left["already BNSD"] += 1
+            continue
+        facts = _facts(node, "TND")
+        verdict = platform.judge(facts)
+        if verdict.legal:
+            result.left[verdict.rule] += 1
+            continue
+        bnsd = AttentionCall("BNSD", facts.head_dim, facts.q_len, facts.heads, facts.kv_heads, facts.block_size)
+        other = platform.judge(bnsd)
+        if not other.legal:
+            raise CompileError(
+                f"attention of layer {argument(node, 'layer')} is legal in no layout on {platform.name}: TND: "
+                f"{verdict.rule} ({verdict.source}); BNSD: {other.rule} ({other.source})"
+            )
+        _rewrite(gm, node, facts)
+        result.changed += 1
+    return result
