@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 import gemma_npu_compile.ops  # noqa: F401  (registers the dialect)
 from gemma_npu_compile.capabilities import platform
+from gemma_npu_compile.dump import current as current_dump
 from gemma_npu_compile.errors import CompileError
 from gemma_npu_compile.graphs.plan import make_plan
 from gemma_npu_compile.graphs.runner import GraphRunner
@@ -114,11 +115,18 @@ class Backend:
         for index, (node, label) in enumerate(zip(inputs, labels, strict=True)):
             node.meta.update(source=index, label=label)
         target = platform(options.platform, options.capabilities)
+        dump = current_dump()
+        files = dump.graph() if dump is not None else None
+        if files is not None:
+            files.write("traced", gm)
         start = time.perf_counter()
-        report.passes = run_passes(gm, platform=target, disable=options.disable_passes)
+        after = files.write if files is not None else None
+        report.passes = run_passes(gm, platform=target, disable=options.disable_passes, after=after)
         report.seconds["passes"] = time.perf_counter() - start
         report.nodes = len(gm.graph.nodes)
         report.plan = make_plan(gm, static)
+        if files is not None:
+            files.report = report
         return GraphRunner(gm, report.plan, options, report)
 
     def reset(self) -> None:

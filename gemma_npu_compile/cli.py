@@ -1,4 +1,4 @@
-"""``gemma-npu``: run a pair, measure acceptance, show the environment."""
+"""``gemma-npu``: run a pair, measure acceptance, show what was compiled."""
 
 import argparse
 import importlib.metadata
@@ -217,6 +217,40 @@ def env(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     return answer, 0
 
 
+def _compile(args: argparse.Namespace) -> Any:
+    """Compile and capture the step on padded rows; returns its engine."""
+    from gemma_npu_compile.engine import Engine
+    from gemma_npu_compile.options import Options
+
+    loaded = _load(args)
+    engine = Engine(
+        loaded.target,
+        loaded.assistant,
+        args.num_draft_tokens,
+        max_rows=args.max_rows,
+        max_model_len=args.max_model_len,
+        options=Options(platform=args.platform, capture=not args.eager),
+    )
+    _say("compiling the step")
+    engine.warm_up()
+    return engine
+
+
+def explain(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
+    """Passes, attention nodes, bindings, captures and memory of the step."""
+    report = _compile(args).report
+    return {**report.to_dict(), "text": str(report)}, 0
+
+
+def dump(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
+    """Write the graph after each pass, the plan and an index to a folder."""
+    from gemma_npu_compile.dump import dump_to
+
+    with dump_to(args.out, args.force) as written:
+        _compile(args)
+    return {"out": str(args.out), "graphs": len(written.graphs)}, 0
+
+
 # ---- output
 
 
@@ -248,7 +282,21 @@ def _print_env(answer: dict[str, Any]) -> None:
         print(f"{name:18} {value}")
 
 
-COMMANDS = {"run": (run, _print_run), "acceptance": (acceptance, _print_acceptance), "env": (env, _print_env)}
+def _print_explain(answer: dict[str, Any]) -> None:
+    print(answer["text"])
+
+
+def _print_dump(answer: dict[str, Any]) -> None:
+    print(f"{answer['graphs']} graphs in {answer['out']}, start with index.md")
+
+
+COMMANDS = {
+    "explain": (explain, _print_explain),
+    "dump": (dump, _print_dump),
+    "run": (run, _print_run),
+    "acceptance": (acceptance, _print_acceptance),
+    "env": (env, _print_env),
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -277,6 +325,13 @@ def parser() -> argparse.ArgumentParser:
     two.add_argument("--repeats", type=_positive, default=3)
     two.add_argument("--batch", type=_positive, default=1)
     two.add_argument("--max-new-tokens", type=_positive, default=256, metavar="N")
+    three = commands.add_parser("explain", parents=[common, pair], help="what was traced, rewritten and captured")
+    four = commands.add_parser("dump", parents=[common, pair], help="write the graph after each pass to a folder")
+    four.add_argument("--out", type=Path, required=True, metavar="DIR")
+    four.add_argument("--force", action="store_true", help="replace an earlier dump")
+    for command in (three, four):
+        command.add_argument("--max-rows", type=_positive, default=4)
+        command.add_argument("--max-model-len", type=_positive, default=1024)
     commands.add_parser("env", parents=[common], help="versions and devices")
     return top
 

@@ -209,7 +209,7 @@ class PagedKVCache(Cache):
             )
         wanted = []
         for group, blocks, free in zip(self.groups, state.blocks, self._free, strict=True):
-            first = group.first_kept(state.length)
+            first = group.first_read(state.length)
             new = [b for b in range(first, -(-length // group.block_size)) if b not in blocks]
             if len(new) > len(free):
                 raise OutOfBlocksError(
@@ -232,8 +232,10 @@ class PagedKVCache(Cache):
             ValueError: the row has no blocks for ``length``, or a rollback goes behind a block that was given back.
         """
         state = self._row(row)
+        if length < 0:
+            raise ValueError(f"row {row} cannot have length {length}: it must not be negative")
         for group, blocks in zip(self.groups, state.blocks, strict=True):
-            needed = range(group.first_kept(length), -(-length // group.block_size))
+            needed = range(group.first_read(length), -(-length // group.block_size))
             lost = [logical for logical in needed if logical not in blocks]
             if lost:
                 why = (

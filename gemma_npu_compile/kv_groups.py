@@ -31,9 +31,13 @@ class KVGroup:
     num_blocks: int
     null_blocks: int
 
+    def first_read(self, length: int) -> int:
+        """The oldest logical block a step at ``length`` tokens reads: window + 1 keys, for the assistant."""
+        oldest = 0 if self.window is None else length - self.window - 1
+        return max(0, oldest) // self.block_size
+
     def first_kept(self, length: int) -> int:
-        """The oldest logical block a row of ``length`` tokens still needs."""
-        # The assistant sees window + 1 keys of the past; a rollback may drop all but one token of a verification.
+        """The oldest logical block a row of ``length`` tokens keeps: enough for a rollback of a whole verification."""
         oldest = 0 if self.window is None else length - self.window - MAX_QUERY_LEN
         return max(0, oldest) // self.block_size
 
@@ -123,7 +127,9 @@ def plan_groups(
     sizes = []
     for name in names:
         size = _per_group("block_size", block_size, name)
-        if size is None or size % 16:
+        if size is None:
+            raise ValueError(f"block_size has no entry for group {name!r}")
+        if size % 16:
             raise ValueError(f"block_size of group {name!r} is {size!r}, it must be a multiple of 16")
         sizes.append(size)
     groups = []

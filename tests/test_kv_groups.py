@@ -171,12 +171,14 @@ def group(window: int | None, block_size: int) -> KVGroup:
     return KVGroup(0, SLIDING, (0,), 1, 16, window, block_size, 10, 1)
 
 
-@given(window=st.integers(1, 300), block_size=BLOCK_SIZES, length=st.integers(0, 1000))
-def test_first_kept_is_exact(window: int, block_size: int, length: int) -> None:
+@pytest.mark.parametrize("block_size", [16, 48, 128])
+@pytest.mark.parametrize("window", [1, 24, 128, 300])
+def test_first_kept_is_exact(window: int, block_size: int) -> None:
     """The assistant sees ``window + 1`` keys and a verification may lose 16 tokens: those stay, nothing older does."""
-    needed = [p for p in range(length) if p >= length - (window + 1) - 16]
-    first = group(window, block_size).first_kept(length)
-    assert first == (needed[0] // block_size if needed else 0)
+    assert group(window, block_size).first_kept(0) == 0
+    for length in range(1, 600):
+        oldest = next(p for p in range(length) if p >= length - (window + 1) - 16)
+        assert group(window, block_size).first_kept(length) == oldest // block_size
 
 
 @given(block_size=BLOCK_SIZES, length=st.integers(0, 1000))
@@ -229,7 +231,8 @@ from gemma_npu_compile.kv_groups import Capacity, plan_groups
 types = ["sliding_attention", "sliding_attention", "full_attention"] * 4
 overrides = {i: {"head_dim": 64 if i % 3 == 2 else 16 * (1 + i % 2)} for i in range(12)}
 text = Gemma4TextConfig(num_hidden_layers=12, layer_types=types, per_layer_config=overrides, num_kv_shared_layers=3)
-print(plan_groups(text, Capacity(2, 100, 64), None, 16))
+answer = str(plan_groups(text, Capacity(2, 100, 64), None, 16))
+print(answer)
 """
 
 
@@ -242,9 +245,11 @@ def test_plan_does_not_depend_on_the_hash_seed() -> None:
             stdout=subprocess.PIPE,
             text=True,
         )
-        for seed in ("0", "1", "4242")
+        for seed in ("1", "4242")
     ]
-    answers = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0]
-    assert answers[0].count("KVGroup(") == 3
-    assert answers[0] == answers[1] == answers[2]
+    here: dict[str, Any] = {}
+    exec(PLAN_SCRIPT, here)  # this process: a third seed, usually a random one
+    answers = [process.communicate(timeout=120)[0].strip() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert here["answer"].count("KVGroup(") == 3
+    assert answers == [here["answer"]] * 2

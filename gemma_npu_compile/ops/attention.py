@@ -9,7 +9,15 @@ LAYOUTS = ("TND", "BNSD")
 
 
 def _check(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, kv_lens: Tensor, layout: str, layer: str
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    kv_lens: Tensor,
+    window: int | None,
+    layout: str,
+    layer: str,
+    query_lens: Tensor | None,
 ) -> None:
     where = f"paged_attention of layer {layer!r}"
     if layout not in LAYOUTS:
@@ -33,6 +41,15 @@ def _check(
             f"{where}: block_table must be (rows, blocks) and kv_lens (rows,), got {tuple(block_table.shape)} and "
             f"{tuple(kv_lens.shape)}"
         )
+    if window is not None and window < 1:
+        raise ValueError(f"{where}: window is {window}, it must be positive, or None for all keys")
+    rows = block_table.shape[0]
+    if kv_lens.shape[0] != rows:
+        raise ValueError(f"{where}: the block table has {rows} rows, kv_lens {kv_lens.shape[0]}")
+    if query_lens is not None and tuple(query_lens.shape) != (rows,):
+        raise ValueError(f"{where}: query_lens must be ({rows},), one count per row, got {tuple(query_lens.shape)}")
+    if layout == "BNSD" and (query.shape[0] != rows or query_lens is not None):
+        raise ValueError(f"{where}: a BNSD query has one entry per row of the block table ({rows}) and no query_lens")
 
 
 def _attend(
@@ -98,11 +115,17 @@ def _cpu(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    _check(query, key_cache, value_cache, block_table, kv_lens, layout, layer)
+    _check(query, key_cache, value_cache, block_table, kv_lens, window, layout, layer, query_lens)
     out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
-    rows = block_table.shape[0]
+    rows, width = block_table.shape
     if query.numel() == 0:
         return out
+    longest, room = (int(kv_lens.max()) if rows else 0), width * key_cache.shape[1]
+    if longest > room:
+        raise ValueError(
+            f"paged_attention of layer {layer!r}: kv_lens has {longest}, the table's {width} blocks of "
+            f"{key_cache.shape[1]} hold {room}"
+        )
     if layout == "BNSD":
         result = _attend(
             query.transpose(1, 2).contiguous(), key_cache, value_cache, block_table, kv_lens, scale, window
@@ -111,13 +134,13 @@ def _cpu(
     tokens, heads, head_dim = query.shape
     query = query.contiguous()
     if query_lens is None:
-        if tokens % rows:
+        if rows == 0 or tokens % rows:
             raise ValueError(f"paged_attention of layer {layer!r}: {tokens} queries do not divide into {rows} rows")
         rectangular = query.view(rows, tokens // rows, heads, head_dim)
         result = _attend(rectangular, key_cache, value_cache, block_table, kv_lens, scale, window)
         return out.copy_(result.reshape(tokens, heads, head_dim))
     lengths = query_lens.tolist()
-    if len(lengths) != rows or min(lengths) < 0 or sum(lengths) != tokens:
+    if len(lengths) != rows or min(lengths, default=0) < 0 or sum(lengths) != tokens:
         raise ValueError(
             f"paged_attention of layer {layer!r}: query_lens {lengths} must be {rows} counts adding up to {tokens}"
         )
@@ -143,7 +166,7 @@ def _fake(
     layer: str = "",
     query_lens: Tensor | None = None,
 ) -> Tensor:
-    _check(query, key_cache, value_cache, block_table, kv_lens, layout, layer)
+    _check(query, key_cache, value_cache, block_table, kv_lens, window, layout, layer, query_lens)
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 

@@ -23,7 +23,7 @@ def _check(rows: Tensor, padding: Tensor) -> None:
 
 def _cpu(rows: Tensor, padding: Tensor, *, out: Tensor | None = None) -> Tensor:
     _check(rows, padding)
-    return rows.clone() if out is None else out.copy_(rows)
+    return rows.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(rows)
 
 
 def _fake(rows: Tensor, padding: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def row_padding(rows: Tensor, padding: Tensor) -> Tensor:
     Args:
         rows: ``(rows, ...)``, an input of the compiled function.
         padding: ``(max_rows, ...)`` of the same dtype and trailing shape. Its first axis bounds the rows a captured
-            graph of this function can have.
+            graph of this function can have; a call with more runs uncaptured.
 
     Raises:
         ValueError: dtype or trailing shapes differ.

@@ -27,7 +27,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) -
     left, right = wide.chunk(2, dim=-1)
     turned = torch.cat((-right, left), dim=-1)
     result = wide * cos.float().unsqueeze(-2) + turned * sin.float().unsqueeze(-2)
-    return result.to(x.dtype) if out is None else out.copy_(result)
+    return result.to(x.dtype).contiguous() if out is None else out.copy_(result)
 
 
 def _fake(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ def _check(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, s
         )
     if slots.dim() != 1 or slots.shape[0] != key.shape[0]:
         raise ValueError(f"store_kv: one slot per token is needed, got {tuple(slots.shape)} for {key.shape[0]} tokens")
+    if slots.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"store_kv: slots must be int32 or int64, got {slots.dtype}")
     if not key.dtype == value.dtype == key_cache.dtype == value_cache.dtype:
         dtypes = ", ".join(str(t.dtype) for t in (key, value, key_cache, value_cache))
         raise ValueError(f"store_kv: keys, values and caches must have one dtype, got {dtypes}")

@@ -308,7 +308,6 @@ ROW_COUNTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.xfail(strict=True, reason="row counts of query, block_table and kv_lens are not compared")
 @pytest.mark.parametrize("name", ROW_COUNTS)
 def test_row_counts_that_differ_name_the_layer(name: str) -> None:
     change = {"rows": 2, "lens": 2, "bnsd": False, "query_lens": None} | ROW_COUNTS[name]

@@ -90,7 +90,6 @@ def test_joint_form_equals_rotary_twice(heads: tuple[int, int], dtype: torch.dty
     assert torch.equal(turned_key, rotary(key, cos, sin))
 
 
-@pytest.mark.xfail(strict=True, reason="the CPU kernel keeps the strides of x, the fake kernel promises contiguous")
 @pytest.mark.parametrize("form", ["rotary", "rotary_qk"])
 def test_result_of_a_strided_input_is_contiguous(form: str) -> None:
     strided, (cos, sin) = states(3, 5, 16).transpose(0, 1), tables("sliding_attention", 5)
