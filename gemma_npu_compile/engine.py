@@ -103,19 +103,15 @@ class Engine:
         """Compile and capture, on padded rows only: no request's block is touched. Done once."""
         if self._warm:
             return
+        step, cache = self.step, self.cache
+        inputs = step.token_padding[:2], step.hidden_padding[:2], cache.padding_lens[:2]
+        token, hidden, seq_len = (each.clone() for each in inputs)
+        tables = tuple(table[:2].clone() for table in cache.padding_tables)
+        mark_rows(token, hidden, seq_len, tables)
         with collect() as report:
-            step, cache = self.step, self.cache
-            tables = tuple(t[:2] for t in cache.padding_tables)
-            self._call(step.token_padding[:2], step.hidden_padding[:2], cache.padding_lens[:2], tables)
+            self._run(token, hidden, seq_len, tables)
         self.report.graphs.extend(report.graphs)
         self._warm = True
-
-    def _call(self, token: Any, hidden: Any, seq_len: Any, tables: tuple[Tensor, ...]) -> StepOutput:
-        if not self._warm:
-            token, hidden, seq_len = token.clone(), hidden.clone(), seq_len.clone()
-            tables = tuple(t.clone() for t in tables)
-            mark_rows(token, hidden, seq_len, tables)
-        return self._run(token, hidden, seq_len, tables)
 
     # ---- prefill
 
@@ -206,6 +202,7 @@ class Engine:
         Raises:
             OutOfBlocksError: a row cannot grow; nothing was run.
         """
+        self.warm_up()
         cache, rows = self.cache, state.rows
         for row, length in zip(rows, state.lengths, strict=True):
             cache.extend(row, length + 1 + self.step.num_draft_tokens)
@@ -216,7 +213,7 @@ class Engine:
             seq_len = torch.cat([seq_len, cache.padding_lens[1:2]])
             tables = tuple(torch.cat([t, p[1:2]]) for t, p in zip(tables, cache.padding_tables, strict=True))
         start = time.perf_counter()
-        output = self._call(token, hidden, seq_len, tables)
+        output: StepOutput = self._run(token, hidden, seq_len, tables)
         tokens, accepted = output.tokens.tolist(), output.accepted.tolist()
         seconds = time.perf_counter() - start
         count = len(rows)

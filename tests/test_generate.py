@@ -44,6 +44,7 @@ def test_tokens_equal_plain_greedy_at_every_batch_size(pair, rows):
     totals = stats.report.totals()
     assert totals["fallbacks"] == {}
     assert totals["recompiles"] == 0
+    assert max(totals["sizes"]) >= rows, "rows are padded to captured sizes, in every engine of this process"
     assert 0 < stats.acceptance.accepted_per_pos[0] < stats.acceptance.drafts
     assert sum(row.drafts for row in stats.per_row) == stats.acceptance.drafts
     assert stats.new_tokens == 60 * rows
@@ -262,6 +263,20 @@ def test_a_useless_assistant_is_reported(pair, caplog, monkeypatch):
         target, torch.tensor([[1, 2]]), assistant_model=assistant, num_draft_tokens=1, max_new_tokens=40, compiled=False
     )
     assert "first draft was accepted in 0.0 %" in caplog.text
+
+
+def test_a_tie_is_excused_and_counted(make_pair):
+    """Two tokens with the same head weights have the same logit; choosing the other one is no difference."""
+    target, _ = make_pair(seed=12)
+    token = plain_greedy(target, [1, 2, 3], 10, [], 0)[4]
+    twin = (token + 1) % 128
+    with torch.no_grad():
+        target.lm_head.weight[twin] = target.lm_head.weight[token]
+    right = plain_greedy(target, [1, 2, 3], 10, [], 0)
+    place = next(i for i, t in enumerate(right) if t in (token, twin))
+    other = [*right[:place], token + twin - right[place], *right[place + 1 :]]
+    result = verify(target, [[1, 2, 3]], [other], 10, [], 0)
+    assert (result.equal, result.ties, result.differences) == (True, 1, ())
 
 
 def test_verify_sees_a_wrong_token(pair):

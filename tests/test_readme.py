@@ -1,0 +1,45 @@
+"""The README's Python runs as it stands."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+
+
+@pytest.mark.slow
+def test_the_examples_run(pair):
+    target, assistant = pair
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert len(blocks) == 3
+    ids = torch.randint(1, 128, (2, 9))
+    names = {
+        "target": target,
+        "assistant": assistant,
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "prompt_a": ids[0],
+        "prompt_b": ids[1, :4],
+    }
+    for block in blocks:
+        exec(compile(block, str(README), "exec"), names)
+    assert names["stats"].report.totals()["fallbacks"] == {}
+    assert names["ids"].shape == (2, 9 + 20)
+    assert len(names["first_row"]) == int(names["out"].accepted[0]) + 1
+    assert names["engine"].report.totals()["replays"] >= 16
+
+
+def test_the_two_commands_are_what_ci_runs():
+    text = README.read_text(encoding="utf-8")
+    assert "pip install -e . && gemma-npu run\n" in text
+    assert "pip install -e '.[test]' && pytest\n" in text
+    assert "\npip install --quiet -e '.[test]' && pytest\n" in (README.parent / ".ci" / "run").read_text()
+
+
+def test_every_pass_is_described():
+    from gemma_npu_compile.passes import PASSES
+
+    table = re.findall(r"^\| `(\w+)` \|", README.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert table == list(PASSES)
