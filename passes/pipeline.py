@@ -11,8 +11,10 @@ from torch.fx import GraphModule
 from gemma_npu_compile.capabilities import Platform
 from gemma_npu_compile.capabilities import platform as get_platform
 from gemma_npu_compile.passes.bind_block_tables import bind_block_tables
+from gemma_npu_compile.passes.candidate_argmax import candidate_argmax
 from gemma_npu_compile.passes.common_subexpressions import eliminate_common_subexpressions
 from gemma_npu_compile.passes.declare_row_padding import declare_row_padding
+from gemma_npu_compile.passes.elide_key_rope import elide_key_rope
 from gemma_npu_compile.passes.in_place import keep_writes_in_place
 from gemma_npu_compile.passes.large_heads_to_bnsd import large_heads_to_bnsd
 from gemma_npu_compile.passes.remove_host_syncs import remove_host_syncs
@@ -29,6 +31,8 @@ PASSES: dict[str, Pass] = {
     "declare_row_padding": declare_row_padding,
     "remove_no_ops": remove_no_ops,
     "eliminate_common_subexpressions": eliminate_common_subexpressions,
+    "elide_key_rope": elide_key_rope,
+    "candidate_argmax": candidate_argmax,
     "large_heads_to_bnsd": large_heads_to_bnsd,
     "bind_block_tables": bind_block_tables,
 }
