@@ -133,6 +133,7 @@ class Backend:
         """Free every captured graph and its memory. Called by ``torch._dynamo.reset()``; may be called twice."""
         with self._lock:
             runners = list(self._runners)
+            self._frames.clear()  # Dynamo counts frames anew
         for runner in runners:
             with contextlib.suppress(ReferenceError):
                 runner.free()

@@ -54,7 +54,7 @@ class Options:
         choice("on_fallback", self.on_fallback, ON_FALLBACK)
         if not isinstance(self.capture, bool):
             raise CompileError(f"capture is {self.capture!r}, it must be True or False")
-        if not isinstance(self.max_captures, int) or self.max_captures < 1:
+        if isinstance(self.max_captures, bool) or not isinstance(self.max_captures, int) or self.max_captures < 1:
             raise CompileError(f"max_captures is {self.max_captures!r}, it must be a positive integer")
         object.__setattr__(self, "capture_sizes", self._sizes())
         object.__setattr__(self, "disable_passes", self._pass_names())
@@ -73,10 +73,12 @@ class Options:
     def _pass_names(self) -> tuple[str, ...]:
         from gemma_npu_compile.passes import PASSES
 
-        names = (self.disable_passes,) if isinstance(self.disable_passes, str) else tuple(self.disable_passes)
+        names = (self.disable_passes,) if isinstance(self.disable_passes, str) else self.disable_passes
+        if not isinstance(names, Sequence):
+            raise CompileError(f"disable_passes is {names!r}, it must be a list of pass names")
         for name in names:
             choice("disable_passes", name, tuple(PASSES))
-        return names
+        return tuple(names)
 
     @classmethod
     def parse(cls, options: "Options | Mapping[str, Any] | None") -> "Options":

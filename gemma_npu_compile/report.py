@@ -18,7 +18,7 @@ class GraphReport:
 
     Attributes:
         recompile: this compilation replaced an earlier one of the same code.
-        seconds: wall time of ``trace`` (Dynamo and AOT, as far as the backend sees it), ``passes``, ``capture``.
+        seconds: wall time of ``aot`` (from the backend's call to the inference graph), ``passes`` and ``capture``.
         captures: captured graphs.
         sizes: rows of each capture of a graph with declared row padding, in the order of capture.
         fallbacks: calls that ran uncaptured although capture was asked for, by reason.

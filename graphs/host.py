@@ -68,8 +68,8 @@ def _no_out(op: Callable[..., Any]) -> Callable[..., None]:
     """A kernel without an out form: run it, and copy its results to their fixed addresses."""
 
     def run(buffers: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        results = op(*args, **kwargs)
-        for buffer, result in zip(buffers, tree_leaves(results), strict=True):
+        results = tree_leaves(op(*args, **kwargs))
+        for buffer, result in zip(buffers, results if buffers else (), strict=True):
             buffer.copy_(result)
 
     return run
@@ -101,7 +101,7 @@ class HostGraph:
         self._sizes: dict[sympy.Expr, int] = {}
         self.tasks: list[Task] = []
         nodes = list(gm.graph.nodes)
-        self._refuse_syncs(nodes)
+        self._refuse(nodes)
         offsets, peak = self._plan_memory(nodes)
         block = pool.take(peak)
         self._owned: list[Any] = [args, block]
@@ -115,10 +115,8 @@ class HostGraph:
                 self._owned.append(env[node])
             elif node.op == "call_function":
                 env[node] = self._record(node, env, offsets, block)
-            elif node.op == "output":
-                self.outputs: list[Any] = [env[r] if isinstance(r, Node) else r for r in node.args[0]]  # type: ignore
             else:
-                raise CaptureError(f"{name}: node {where(node)} is a {node.op}, which a capture cannot record")
+                self.outputs: list[Any] = [env[r] if isinstance(r, Node) else r for r in node.args[0]]  # type: ignore
         self._calls = [(t.kernel, t.args, t.kwargs) for t in self.tasks]
 
     @torch.no_grad()
@@ -129,10 +127,22 @@ class HostGraph:
 
     # ---- capture
 
-    def _refuse_syncs(self, nodes: list[Node]) -> None:
+    def _refuse(self, nodes: list[Node]) -> None:
+        """Find what cannot be recorded before anything is allocated."""
         for node in nodes:
-            if node.op == "call_function" and node.target in SYNCS:
-                raise CaptureError(f"{self.name}: {where(node)} {SYNCS[node.target]}; this cannot be captured")  # type: ignore
+            if node.op in ("call_module", "call_method"):
+                raise CaptureError(f"{self.name}: node {where(node)} is a {node.op}, which a capture cannot record")
+            if node.op != "call_function":
+                continue
+            target: Any = node.target
+            if target in SYNCS:
+                raise CaptureError(f"{self.name}: {where(node)} {SYNCS[target]}; this cannot be captured")
+            if not isinstance(target, torch._ops.OpOverload):
+                tensors = any(isinstance(arg.meta.get("val"), Tensor) for arg in node.all_input_nodes)
+                if tensors and target is not operator.getitem:
+                    raise CaptureError(f"{self.name}: {where(node)} is not an operator; a capture cannot record it")
+            elif target._schema.is_mutable and any(r.alias_info is None for r in target._schema.returns):
+                raise CaptureError(f"{self.name}: {where(node)} writes to an argument and returns a new result")
 
     def _int(self, size: Any, node: Node) -> int:
         expr = dim(size)
@@ -190,11 +200,9 @@ class HostGraph:
     ) -> Any:
         target: Any = node.target
         args, kwargs = tree_map_only(Node, env.__getitem__, (node.args, node.kwargs))
-        if not isinstance(target, torch._ops.OpOverload):
-            tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
-            if tensors and target is not operator.getitem:
-                raise CaptureError(f"{self.name}: {where(node)} is not an operator; a capture cannot record it")
-            return target(*args, **kwargs)  # host arithmetic on sizes: done once, frozen
+        tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
+        if not isinstance(target, torch._ops.OpOverload) or (not tensors and not self._fakes(node)):
+            return target(*args, **kwargs)  # host arithmetic and checks on sizes: done once, frozen
         if _is_view(target):
             return target(*args, **kwargs)
         if target._schema.is_mutable:
@@ -216,5 +224,7 @@ class HostGraph:
             self.tasks.append(Task(node.name, out, args, {**kwargs, **dict(zip(names, buffers, strict=True))}))
         else:
             self.tasks.append(Task(node.name, _no_out(target), (buffers, args, kwargs), {}))
-        value = node.meta["val"]
+        value = node.meta.get("val")
+        if value is None:
+            return None
         return buffers[0] if isinstance(value, Tensor) else type(value)(buffers)

@@ -255,7 +255,7 @@ def make_plan(gm: GraphModule, static: set[int]) -> Plan:
                 label=_label(node),
                 source=node.meta["source"],
                 role=role,
-                static=role == "cache" or node.meta["source"] in static,
+                static=role == "cache" or node.meta["source"] in static or (role == "padding" and bool(node.users)),
                 shape=shape,
                 dtype=fake.dtype if isinstance(fake, torch.Tensor) else None,
                 padding=padding.meta["source"] if padding is not None else None,

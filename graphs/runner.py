@@ -45,8 +45,8 @@ class GraphRunner:
         self._runtime: Runtime = HostRuntime()
         self._buffers: dict[Key, StableBuffers] = {}
         self._graphs: dict[Key, Captured] = {}
-        self._refused: dict[Key, str] = {}
-        self._addresses: list[tuple[int, int, str]] = []
+        self._refused: str | None = None
+        self._addresses: list[tuple[int, int, str]] | None = None
         self._warned: set[str] = set()
 
     def __call__(self, args: list[Any]) -> list[Any]:
@@ -58,36 +58,37 @@ class GraphRunner:
         """
         values = self.plan.values(args)
         sized = dict(values)
-        if self.plan.rows is not None:
-            rows = values[self.plan.rows]
-            if rows == 0:
-                return [output.empty(values) for output in self.plan.outputs]
-            size = size_for(rows, self.sizes)
-            if size is None:
-                return self._fall_back(f"{rows} rows exceed the largest capture size {max(self.sizes)}", args)
-            sized[self.plan.rows] = size
         with self._lock, torch.no_grad():
+            if self.plan.rows is not None:
+                rows = values[self.plan.rows]
+                if rows == 0:
+                    return [output.empty(values) for output in self.plan.outputs]
+                size = size_for(rows, self.sizes)
+                if size is None:
+                    return self._fall_back(f"{rows} rows exceed the largest capture size {max(self.sizes)}", args)
+                sized[self.plan.rows] = size
+            self._check_addresses(args)
+            reason = self._cannot_capture(sized)
+            if reason is not None:
+                return self._fall_back(reason, args)
+            if self.plan.rows is None and not self.options.capture:
+                self.report.eager_calls += 1
+                return self._run_uncaptured(args)
             results = self._run(args, values, sized)
             if results is None:
-                return self._fall_back(self._refused[self._key(sized)], args)
+                return self._fall_back(str(self._refused), args)
             return [o.hand_out(r, values) for o, r in zip(self.plan.outputs, results, strict=True)]
 
     def _run(self, args: list[Any], values: Values, sized: Values) -> list[Any] | None:
-        """Results at the captured size, or None when this size cannot be captured."""
-        if not self._addresses:
-            self._addresses = [
-                (i.source, args[i.source].data_ptr(), i.label)
-                for i in self.plan.inputs
-                if i.static and i.role != "unused"
-            ]
-        self._check_addresses(args)
+        """Results at the captured size, or None when the capture failed."""
         buffers = self._buffers_for(args, sized)
         buffers.check(args)
         key = self._key(sized)
-        if self.options.capture and key not in self._graphs and key not in self._refused:
+        if self.options.capture and key not in self._graphs:
             self._capture(args, buffers, sized)
-        if key in self._refused:
-            return None
+            if self._refused is not None:
+                self._buffers.clear()
+                return None
         rows = None if self.plan.rows is None else values[self.plan.rows]
         buffers.load(args, rows, None if rows is None else sized[self.plan.rows])  # type: ignore[index]
         if not self.options.capture:
@@ -99,6 +100,14 @@ class GraphRunner:
         return graph.outputs
 
     # ---- capture
+
+    def _cannot_capture(self, sized: Values) -> str | None:
+        """Why a call of these sizes runs uncaptured, decided before anything is allocated for it."""
+        if not self.options.capture or self._key(sized) in self._graphs:
+            return None
+        if self._refused is None and self.plan.rows is None and len(self._graphs) >= self.options.max_captures:
+            return f"more than {self.options.max_captures} input sizes (max_captures)"
+        return self._refused
 
     def _key(self, sized: Values) -> Key:
         return tuple(sized[symbol] for symbol in self.plan.symbols)
@@ -126,10 +135,6 @@ class GraphRunner:
         start = time.perf_counter()
         if self.plan.rows is None:
             wanted = [sized]
-            if len(self._graphs) >= self.options.max_captures:
-                limit = f"more than {self.options.max_captures} input sizes (max_captures)"
-                self._refused[self._key(sized)] = limit
-                return
         else:
             wanted = [{**sized, self.plan.rows: size} for size in reversed(self.sizes)]
         graphs: dict[Key, Captured] = {}
@@ -139,7 +144,7 @@ class GraphRunner:
                 arguments = self._arguments(args, buffers, each)
                 graphs[self._key(each)] = self._runtime.capture(self.gm, arguments, each, name)
         except CaptureError as error:
-            self._refused.update((self._key(each), str(error)) for each in wanted)
+            self._refused = str(error)
             return
         self._graphs.update(graphs)
         report = self.report
@@ -153,6 +158,10 @@ class GraphRunner:
     # ---- around a replay
 
     def _check_addresses(self, args: list[Any]) -> None:
+        """The first call fixes the addresses of static inputs."""
+        if self._addresses is None:
+            static = [i for i in self.plan.inputs if i.static and i.role != "unused"]
+            self._addresses = [(i.source, args[i.source].data_ptr(), i.label) for i in static]
         for source, address, label in self._addresses:
             if args[source].data_ptr() != address:
                 raise ReplayError(
@@ -167,14 +176,16 @@ class GraphRunner:
         if reason not in self._warned:
             self._warned.add(reason)
             log.warning("running uncaptured: %s", reason)
-        with torch.no_grad():
-            return list(self.gm(*[args[i.source] for i in self.plan.inputs]))
+        return self._run_uncaptured(args)
+
+    def _run_uncaptured(self, args: list[Any]) -> list[Any]:
+        return list(self.gm(*[args[i.source] for i in self.plan.inputs]))
 
     def free(self) -> None:
         """Drop captures, buffers and the pool; a later call captures anew. May be called again."""
         with self._lock:
             self._graphs.clear()
-            self._refused.clear()
-            self._addresses.clear()
+            self._refused = None
+            self._addresses = None
             self._buffers.clear()
             self._runtime.free()

@@ -5,6 +5,7 @@ stale or belongs to another KV group, and acceptance collapses. After this pass 
 the layer and the phase; inputs of one group are views of one stable buffer.
 """
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -86,7 +87,8 @@ def bind_block_tables(gm: GraphModule) -> PassResult:
         assert last is not None
         phase, layer = _site(node)
         with gm.graph.inserting_after(last):
-            bound = gm.graph.placeholder(f"block_table_{phase}_{layer}".replace(".", "_"))
+            bound = gm.graph.placeholder(re.sub(r"\W", "_", f"block_table_{phase}_{layer}"))
+        bound.target = bound.name  # unique, while the name asked for may occur twice
         last = bound
         bound.meta.update(table.meta)
         bound.meta["table"] = TableBinding(layer, phase, groups[table])

@@ -5,7 +5,7 @@ whole cache back at the end. On a KV cache that is gigabytes per step, so the wr
 nobody reads the old contents after it.
 """
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
@@ -13,79 +13,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from gemma_npu_compile.passes.fx import copy_trace, order_of
 from gemma_npu_compile.passes.result import PassResult
+from gemma_npu_compile.passes.writes import Write, chain, first_base, in_place_form, read_later
 
 aten = torch.ops.aten
-
-
-@dataclass
-class _Write:
-    """One functional write: ``old`` goes into ``node``, ``new`` is what later nodes read."""
-
-    node: Node
-    old: Node
-    new: Node
-
-
-def _results(op: torch._ops.OpOverload) -> int:
-    """Index of the first new base in what a functional custom operator returns; no result counts as one None."""
-    return max(1, len(op._schema.returns))
-
-
-def _custom_writes(node: Node) -> tuple[list[_Write], str | None]:
-    """Writes of an ``auto_functionalized_v2`` node: ``(result..., new base 0, new base 1, ...)``."""
-    op = node.args[0]
-    returns = _results(op)  # type: ignore[arg-type]
-    names = [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]  # type: ignore[union-attr]
-    for name in names:
-        if any(f"_{name}_{part}" in node.kwargs for part in ("size", "slice_dim", "alias")):
-            return [], f"{op} writes to a view of its argument {name}"
-    gets = {user.args[1]: user for user in node.users}
-    bases = node.kwargs["_all_bases"]
-    writes = [_Write(node, base, gets[returns + i]) for i, base in enumerate(bases) if returns + i in gets]  # type: ignore
-    return writes, None
-
-
-def _in_place_form(node: Node) -> torch._ops.OpOverload | None:
-    """``index_copy_`` for ``index_copy``: the overload with the same arguments that writes to the first."""
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
-        return None
-    namespace, name = node.target._schema.name.split("::")
-    packet = getattr(getattr(torch.ops, namespace), name + "_", None)
-    form = getattr(packet, node.target._overloadname, None)
-    if form is None or [a.name for a in form._schema.arguments] != [a.name for a in node.target._schema.arguments]:
-        return None
-    return form
-
-
-def _chain(copy: Node) -> tuple[list[_Write], str | None]:
-    """Writes that lead from the input ``copy`` restores to the value it copies, oldest first."""
-    target, current = copy.args[0], copy.args[1]
-    writes: list[_Write] = []
-    while current is not target:
-        if not isinstance(current, Node) or current.op != "call_function":
-            return [], "the new contents do not come from the old"
-        source = current.args[0] if current.args else None
-        if isinstance(source, Node) and source.target is auto_functionalized_v2:
-            found, reason = _custom_writes(source)
-            write = next((w for w in found if w.new is current), None)
-            if write is None:
-                return [], reason or "the new contents are a result, not a write"
-            writes.append(write)
-        elif isinstance(source, Node) and _in_place_form(current) is not None:
-            writes.append(_Write(current, source, current))
-        else:
-            return [], f"{current.target} has no in-place form"
-        current = writes[-1].old
-    return writes[::-1], None
-
-
-def _read_later(writes: list[_Write], copy: Node, order: dict[Node, int]) -> Node | None:
-    """A node that reads contents after they were replaced, if any."""
-    for write in writes:
-        for user in write.old.users:
-            if user is not write.node and user is not copy and order[user] > order[write.node]:
-                return user
-    return None
 
 
 def _write_back(graph: Graph, node: Node) -> None:
@@ -100,13 +30,20 @@ def _write_back(graph: Graph, node: Node) -> None:
         call = graph.call_function(op, (), kwargs)  # type: ignore[arg-type]
     copy_trace(call, node)
     call.meta["val"] = None
-    returns = _results(op)  # type: ignore[arg-type]
+    returns = first_base(op)  # type: ignore[arg-type]
+    single = len(op._schema.returns) == 1  # type: ignore[union-attr]
     for user in list(node.users):
-        if user.args[1] >= returns:  # type: ignore[operator]
-            user.replace_all_uses_with(bases[user.args[1] - returns])  # type: ignore
-            graph.erase_node(user)
-    if not node.users:
-        graph.erase_node(node)
+        index: Any = user.args[1]
+        if index >= returns:
+            user.replace_all_uses_with(bases[index - returns])  # type: ignore
+        elif single:
+            call.meta["val"] = user.meta.get("val")
+            user.replace_all_uses_with(call)
+        else:
+            user.args = (call, index)
+            continue
+        graph.erase_node(user)
+    graph.erase_node(node)
 
 
 def keep_writes_in_place(gm: GraphModule) -> PassResult:
@@ -119,11 +56,11 @@ def keep_writes_in_place(gm: GraphModule) -> PassResult:
     graph = gm.graph
     order = order_of(graph)
     copies = [n for n in graph.nodes if n.target is aten.copy_.default and n.args[0].op == "placeholder"]
-    done: dict[Node, list[_Write]] = {}
+    done: dict[Node, list[Write]] = {}
     blocked: dict[Node, str] = {}
     for copy in copies:
-        writes, reason = _chain(copy)
-        if reason is None and (reader := _read_later(writes, copy, order)) is not None:
+        writes, reason = chain(copy)
+        if reason is None and (reader := read_later(writes, copy, order)) is not None:
             reason = f"the old contents are read after the write, by {reader.target}"
         if reason is None:
             done[copy] = writes
@@ -142,7 +79,7 @@ def keep_writes_in_place(gm: GraphModule) -> PassResult:
         if node.target is auto_functionalized_v2:
             _write_back(graph, node)
         else:
-            node.target = _in_place_form(node)  # type: ignore[assignment]
+            node.target = in_place_form(node)  # type: ignore[assignment]
             node.replace_all_uses_with(node.args[0], delete_user_cb=lambda user, node=node: user is not node)  # type: ignore
         result.changed += 1
     return result

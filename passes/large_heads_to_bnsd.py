@@ -70,6 +70,10 @@ def large_heads_to_bnsd(gm: GraphModule, *, platform: Platform) -> PassResult:
         if argument(node, "layout") != "TND":
             result.left["already BNSD"] += 1
             continue
+        rows = node.args[3].meta["val"].shape[0]  # type: ignore[union-attr]
+        if isinstance(rows, int) and rows == 0:
+            result.left["no rows"] += 1
+            continue
         facts = _facts(node, "TND")
         verdict = platform.judge(facts)
         if verdict.legal:

@@ -36,7 +36,16 @@ def _as_tensor(gm: GraphModule, number: Any) -> Any:
     if any(o is None for o in operands) or not isinstance(operands[0], Node):
         return None
     form = _TENSOR_FORM[number.target]
-    return operands[0] if form is None else call(gm.graph, form, *operands)
+    if form is None:
+        return operands[0]
+    # The host computes with doubles; a half would round between two operations.
+    wide = [
+        call(gm.graph, aten._to_copy.default, o, dtype=torch.float32)
+        if isinstance(o, Node) and o.meta["val"].dtype in (torch.float16, torch.bfloat16)
+        else o
+        for o in operands
+    ]
+    return call(gm.graph, form, *wide)
 
 
 def remove_host_syncs(gm: GraphModule) -> PassResult:

@@ -37,6 +37,8 @@ define_functional("row_padding(Tensor rows, Tensor padding) -> Tensor", cpu=_cpu
 def row_padding(rows: Tensor, padding: Tensor) -> Tensor:
     """Return ``rows`` unchanged, and state that a padded row ``i`` of it holds ``padding[i]``.
 
+    With it the author says that rows do not mix: what a row computes must not depend on how many others there are.
+
     Args:
         rows: ``(rows, ...)``, an input of the compiled function.
         padding: ``(max_rows, ...)`` of the same dtype and trailing shape. Its first axis bounds the rows a captured

@@ -1,4 +1,4 @@
-"""A layer that reads another group's block table reads other requests' keys, and nothing crashes: bind them in the graph."""
+"""A layer that reads another group's block table reads other requests' keys, and nothing crashes: bind the tables."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -89,7 +89,7 @@ def test_layers_of_a_group_share_one_stable_buffer_and_results_are_right() -> No
     args = inputs()
     backend = Backend()
     with collect() as report:
-        results = torch.compile(two_groups, backend=backend, fullgraph=True)(*args)
+        results = torch.compile(two_groups, backend=backend, fullgraph=True, options={"platform": "cpu"})(*args)
     (runner,) = backend._runners
     bound = {(i.phase, i.layer): i.buffer for i in runner.plan.inputs if i.layer is not None}
     assert bound["verify", "m.layers.0"] == bound["draft.0", "m.layers.1"]
@@ -102,7 +102,10 @@ def test_layers_of_a_group_share_one_stable_buffer_and_results_are_right() -> No
     # New tables in other memory: a replay copies them, the captured addresses stay.
     args[4], args[5] = args[4].flip(0).clone(), args[5].flip(0).clone()
     torch.testing.assert_close(
-        torch.compile(two_groups, backend=backend, fullgraph=True)(*args), two_groups(*args), rtol=0, atol=0
+        torch.compile(two_groups, backend=backend, fullgraph=True, options={"platform": "cpu"})(*args),
+        two_groups(*args),
+        rtol=0,
+        atol=0,
     )
 
 
@@ -121,7 +124,9 @@ def test_one_cache_through_two_tables_is_refused() -> None:
 def test_refusal_reaches_the_user_as_a_value_error() -> None:
     q, cache, _, _, table, _, lens = inputs()
     with pytest.raises(ValueError, match=r"draft\.1/d\.layers\.0") as caught:
-        torch.compile(shared_cache, backend=Backend(), fullgraph=True)(q, cache, table, table.clone(), lens)
+        torch.compile(shared_cache, backend=Backend(), fullgraph=True, options={"platform": "cpu"})(
+            q, cache, table, table.clone(), lens
+        )
     assert type(caught.value) is CompileError
     assert "verify/m.layers.3" in str(caught.value)
 
@@ -139,7 +144,7 @@ def test_a_computed_table_is_left_with_a_reason() -> None:
     first, second = attention_nodes(gm)
     assert "table" in argument(first, "block_table").meta  # type: ignore[attr-defined]
     assert argument(second, "block_table").target is torch.ops.aten.add.Tensor  # type: ignore[attr-defined]
-    results = torch.compile(fn, backend=Backend(), fullgraph=True)(q, c0, c1, table, lens)
+    results = torch.compile(fn, backend=Backend(), fullgraph=True, options={"platform": "cpu"})(q, c0, c1, table, lens)
     torch.testing.assert_close(results, fn(q, c0, c1, table, lens), rtol=0, atol=0)
 
 
@@ -161,5 +166,7 @@ def test_any_layer_name_compiles_even_twice(layer: str, capture: bool) -> None:
         return attend(attend(q, cache, table, lens, layer), cache, table, lens, layer)
 
     q, cache, _, _, table, _, lens = inputs()
-    result = torch.compile(fn, backend=Backend(), fullgraph=True, options={"capture": capture})(q, cache, table, lens)
+    result = torch.compile(fn, backend=Backend(), fullgraph=True, options={"platform": "cpu", "capture": capture})(
+        q, cache, table, lens
+    )
     torch.testing.assert_close(result, fn(q, cache, table, lens), rtol=0, atol=0)

@@ -1,6 +1,7 @@
-"""The one list of passes: its order, opting out by name, its records, and that a broken pass is caught where it runs."""
+"""The one list of passes: its order, opting out by name, its records, and that a broken pass is caught at once."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def test_order() -> None:
 
 
 def test_records() -> None:
-    records = {r.name: r for r in run_passes(graph())}
+    records = {r.name: r for r in run_passes(graph(), disable=[name for name in PASSES if name not in ORDER])}
     record = records["declare_row_padding"]
     assert (record.changed, record.nodes_before, record.nodes_after) == (2, 6, 4)
     assert record.seconds > 0
@@ -57,11 +58,11 @@ def test_disable_by_name() -> None:
     gm = graph()
     records = run_passes(gm, disable=["declare_row_padding"])
     assert [r.name for r in records] == [name for name in PASSES if name != "declare_row_padding"]
-    assert len(gm.graph.nodes) == 6
+    assert "row_padding.default(" in gm.code
 
 
 def test_disabled_from_options() -> None:
-    options = {"disable_passes": ["bind_block_tables", "remove_host_syncs"]}
+    options: dict[str, Any] = {"disable_passes": ["bind_block_tables", "remove_host_syncs"]}
     with collect() as report:
         torch.compile(lambda x: x + 1, backend=Backend(), options=options)(torch.ones(2))
     ran = [p.name for p in report.graphs[0].passes]
@@ -72,7 +73,9 @@ def test_unknown_pass_names_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"'bind_block_table' \(did you mean 'bind_block_tables'\?\)"):
         Options(disable_passes=("bind_block_table",))
     with pytest.raises(CompileError, match="did you mean 'keep_writes_in_place'"):
-        torch.compile(lambda x: x, backend=Backend(), options={"disable_passes": "keep_writes_inplace"})(torch.ones(2))
+        torch.compile(lambda x: x + 1, backend=Backend(), options={"disable_passes": "keep_writes_inplace"})(
+            torch.ones(2)
+        )
 
 
 def test_after_sees_each_pass_and_a_runnable_graph() -> None:
@@ -81,7 +84,7 @@ def test_after_sees_each_pass_and_a_runnable_graph() -> None:
 
     def after(name: str, gm: GraphModule) -> None:
         torch.testing.assert_close(gm(*args), [torch.full((2, 3), 2.0)])
-        seen.append((name, gm.code.count("row_padding(")))
+        seen.append((name, gm.code.count("row_padding.default(")))
 
     run_passes(graph(), after=after, disable=["bind_block_tables"])
     counts = dict(seen)
