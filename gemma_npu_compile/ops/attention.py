@@ -1,5 +1,7 @@
 """``gemma_npu::paged_attention``: attention over a paged KV cache, its metadata as operands."""
 
+import threading
+
 import torch
 from torch import Tensor
 
@@ -52,6 +54,28 @@ def _check(
         raise ValueError(f"{where}: a BNSD query has one entry per row of the block table ({rows}) and no query_lens")
 
 
+_workspaces = threading.local()
+
+
+def _workspace(name: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Memory that one kernel call uses and the next overwrites: fresh megabytes cost more than copying into them."""
+    size = shape[0] * shape[1]
+    kept: Tensor | None = getattr(_workspaces, name, None)
+    if kept is None or kept.numel() < size:
+        kept = torch.empty(size, dtype=dtype)
+        setattr(_workspaces, name, kept)
+    return kept[:size].view(shape)
+
+
+def _gather(cache: Tensor, blocks: Tensor, name: str) -> Tensor:
+    """Whole blocks of a cache, in float32, in a workspace: ``(len(blocks), elements of a block)``."""
+    flat = cache.view(cache.shape[0], -1)
+    shape = (blocks.shape[0], flat.shape[1])
+    # Whole blocks are contiguous: index_select copies them several times faster than advanced indexing.
+    taken = torch.index_select(flat, 0, blocks, out=_workspace(f"{name}_{flat.dtype}", shape, flat.dtype))
+    return taken if flat.dtype == torch.float32 else _workspace(name, shape, torch.float32).copy_(taken)
+
+
 def _attend(
     query: Tensor,
     key_cache: Tensor,
@@ -74,11 +98,8 @@ def _attend(
     span = max(1, min(span, width))
     columns = first[:, None] + torch.arange(span)
     blocks = block_table.gather(1, columns.clamp(max=width - 1).long()).flatten()
-    # Whole blocks are contiguous: index_select copies them several times faster than advanced indexing.
-    keys, values = (
-        cache.view(cache.shape[0], -1).index_select(0, blocks).view(rows, -1, kv_heads, head_dim).float()
-        for cache in (key_cache, value_cache)
-    )
+    keys = _gather(key_cache, blocks, "keys").view(rows, -1, kv_heads, head_dim)
+    values = _gather(value_cache, blocks, "values").view(rows, -1, kv_heads, head_dim)
 
     # A clamped column repeats the last block, but its positions lie past every length and are masked.
     key_positions = (first * block_size)[:, None] + torch.arange(span * block_size)
@@ -88,20 +109,25 @@ def _attend(
     if window is not None:
         hidden |= distance >= window
 
-    # Query heads that share a kv head become rows of one matrix: GQA without repeating keys.
-    grouped = query.view(rows, q_len, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4).float()
+    # Query heads that share a kv head become rows of one matrix: GQA without repeating keys. One product per kv head
+    # reads the keys where they lie; a product over all of them would first copy them to another layout.
     per_kv = heads // kv_heads
-    grouped = grouped.reshape(rows, kv_heads, per_kv * q_len, head_dim)
-    scores = grouped @ keys.permute(0, 2, 3, 1)
-    scores = scores.view(rows, kv_heads, per_kv, q_len, -1).mul_(scale)
-    scores.masked_fill_(hidden[:, None, None], -torch.inf)
+    grouped = query.view(rows, q_len, kv_heads, per_kv, head_dim).permute(2, 0, 3, 1, 4).float()
+    grouped = grouped.reshape(kv_heads, rows, per_kv * q_len, head_dim)
+    scores = torch.empty(kv_heads, rows, per_kv * q_len, keys.shape[1])
+    for head in range(kv_heads):
+        torch.bmm(grouped[head], keys[:, :, head].transpose(1, 2), out=scores[head])
+    visible = scores.view(kv_heads, rows, per_kv, q_len, -1).mul_(scale)
+    visible.masked_fill_(hidden[:, None], -torch.inf)
     # A query that sees no key gives zeros, not NaN: the maximum is kept finite and so is the sum.
     peak = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
     weights = scores.sub_(peak).exp_()
     total = weights.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-    context = weights.view(rows, kv_heads, per_kv * q_len, -1) @ values.transpose(1, 2)
-    context = context.view(rows, kv_heads, per_kv, q_len, head_dim) / total
-    return context.permute(0, 3, 1, 2, 4).reshape(rows, q_len, heads, head_dim)
+    context = torch.empty_like(grouped)
+    for head in range(kv_heads):
+        torch.bmm(weights[head], values[:, :, head], out=context[head])
+    context = (context / total).view(kv_heads, rows, per_kv, q_len, head_dim)
+    return context.permute(1, 3, 0, 2, 4).reshape(rows, q_len, heads, head_dim)
 
 
 def _cpu(
