@@ -24,7 +24,7 @@ _EXPORTS = {
     "PagedKVCache": "kv_cache",
     "Stats": "stats",
     "explain": "report",
-    "generate": "generate",
+    "generate": "generation",
     "mark_rows": "step",
 }
 

@@ -79,7 +79,7 @@ def _generate(loaded: Any, prompts: Sequence[Sequence[int]], args: argparse.Name
     """New tokens of each prompt (EOS included) and the statistics of the call."""
     import torch
 
-    from gemma_npu_compile.generate import generate
+    from gemma_npu_compile.generation import generate
 
     width = max(len(p) for p in prompts)
     ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts])

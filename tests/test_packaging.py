@@ -104,3 +104,15 @@ def test_the_wheel_type_checks(wheel_python, tmp_path):
         [*command, "-p", "gemma_npu_compile"], capture_output=True, text=True, timeout=600, cwd=tmp_path
     )
     assert done.returncode == 0, done.stdout
+
+
+def test_no_module_hides_a_public_name(tmp_path):
+    """Importing a submodule binds its name in the package: it must never be a name users call."""
+    code = """
+import gemma_npu_compile as gnc, importlib, pkgutil, types
+for module in pkgutil.walk_packages(gnc.__path__[:1], "gemma_npu_compile."):
+    if "tiny_pair" not in module.name:
+        importlib.import_module(module.name)
+print([n for n in gnc.__all__ if isinstance(getattr(gnc, n), types.ModuleType)], len(gnc.__all__))
+"""
+    assert python(code, tmp_path).startswith("[] ")
