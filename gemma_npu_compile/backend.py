@@ -55,7 +55,10 @@ class Backend:
 
     __name__ = "gemma_npu"
 
-    def __init__(self) -> None:
+    def __init__(self, on_compile: Callable[[GraphReport], None] = lambda report: None) -> None:
+        """``on_compile`` is called with the report of every graph this backend compiles."""
+        self.resets = 0
+        self._on_compile = on_compile
         self._runners: weakref.WeakSet[GraphRunner] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._frames: set[int | None] = set()
@@ -88,6 +91,7 @@ class Backend:
             with self._lock:
                 self._runners.add(runner)
             publish(report)
+            self._on_compile(report)
             return _boxed(runner)
 
         compiler = aot_autograd(
@@ -134,6 +138,7 @@ class Backend:
         with self._lock:
             runners = list(self._runners)
             self._frames.clear()  # Dynamo counts frames anew
+            self.resets += 1
         for runner in runners:
             with contextlib.suppress(ReferenceError):
                 runner.free()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gemma_npu_compile import __version__
+from gemma_npu_compile.errors import CaptureError
 from gemma_npu_compile.options import PLATFORMS
 from gemma_npu_compile.tiny_pair import ASSISTANT_DIR, CODING_PROMPTS, TARGET_DIR
 
@@ -65,21 +66,11 @@ def _encode(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
     return list(ids)
 
 
-def _eos(model: Any) -> list[int]:
-    eos = model.generation_config.eos_token_id
-    return [] if eos is None else list(eos) if isinstance(eos, list) else [eos]
-
-
-def _pad(model: Any) -> int:
-    pad = model.generation_config.pad_token_id
-    return pad if pad is not None else min(_eos(model), default=0)
-
-
 def _generate(loaded: Any, prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> tuple[list[list[int]], Any]:
     """New tokens of each prompt (EOS included) and the statistics of the call."""
     import torch
 
-    from gemma_npu_compile.generation import generate
+    from gemma_npu_compile.generation import eos_ids, generate
 
     width = max(len(p) for p in prompts)
     ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts])
@@ -91,10 +82,11 @@ def _generate(loaded: Any, prompts: Sequence[Sequence[int]], args: argparse.Name
         assistant_model=loaded.assistant,
         num_draft_tokens=args.num_draft_tokens,
         max_new_tokens=args.max_new_tokens,
+        do_sample=False,  # checkpoints may ship a sampling configuration
         options={"platform": args.platform, "capture": not args.eager},
         return_stats=True,
     )
-    eos = set(_eos(loaded.target))
+    eos = eos_ids(loaded.target.generation_config)
     new = []
     for row in output[:, width:].tolist():
         end = next((i + 1 for i, token in enumerate(row) if token in eos), len(row))
@@ -122,10 +114,12 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     new, stats = _generate(loaded, prompts, args)
     verified, ties = None, 0
     if args.verify:
+        from gemma_npu_compile.generation import eos_ids, pad_id
         from gemma_npu_compile.verify import verify
 
         _say("comparing with plain greedy decoding")
-        result = verify(loaded.target, prompts, new, args.max_new_tokens, _eos(loaded.target), _pad(loaded.target))
+        config = loaded.target.generation_config
+        result = verify(loaded.target, prompts, new, args.max_new_tokens, eos_ids(config), pad_id(config))
         verified, ties = result.equal, result.ties
     answer = {
         "model": str(args.model),
@@ -342,7 +336,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command, show = COMMANDS[args.command]
     try:
         answer, code = command(args)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, CaptureError) as error:
         print(f"gemma-npu: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     if args.json:

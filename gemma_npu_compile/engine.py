@@ -18,7 +18,7 @@ from gemma_npu_compile.kv_cache import PagedKVCache
 from gemma_npu_compile.models import PagedContext
 from gemma_npu_compile.ops import slot_mapping
 from gemma_npu_compile.options import Options
-from gemma_npu_compile.report import CompileReport, collect
+from gemma_npu_compile.report import CompileReport
 from gemma_npu_compile.step import DraftVerifyStep, StepOutput, mark_rows
 
 log = logging.getLogger(__name__)
@@ -47,6 +47,14 @@ class State:
         return State(rows, self.token[index], self.hidden[index], self.seq_len[index], lengths)
 
 
+_compiling = threading.Lock()  # engines of several threads are compiled one after the other
+
+
+def _addresses(*models: PreTrainedModel | None) -> tuple[int, ...]:
+    tensors = (t for m in models if m is not None for t in (*m.parameters(), *m.buffers()))
+    return tuple(t.data_ptr() for t in tensors)
+
+
 class Engine:
     """A :class:`DraftVerifyStep`, its :class:`PagedKVCache`, and the compiled function.
 
@@ -57,6 +65,7 @@ class Engine:
         options: of the backend.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         target: PreTrainedModel,
@@ -79,39 +88,37 @@ class Engine:
         )
         self.step = DraftVerifyStep(target, assistant, self.cache, num_draft_tokens)
         self.report = CompileReport()
+        self._backend = Backend(self.report.graphs.append)
+        self._warm = -1  # the backend's number of resets at the last warm-up
         self._run: Any = self.step
         if compiled:
             parsed = options or Options()
             given = {f.name: getattr(parsed, f.name) for f in dataclasses.fields(parsed)}
             # Engines share the code of forward: isolation keeps one from counting as a recompilation of another.
             self._run = torch.compile(  # type: ignore[call-overload]
-                self.step, backend=Backend(), fullgraph=True, options=given, isolate_recompiles=True
+                self.step, backend=self._backend, fullgraph=True, options=given, isolate_recompiles=True
             )
         self.compiled = compiled
-        self._warm = not compiled
-        self._addresses = self._weights()
+        self._weights = _addresses(target, assistant)
 
-    def _weights(self) -> tuple[int, ...]:
-        return tuple(t.data_ptr() for t in (*self.step.parameters(), *self.step.buffers()))
+    def stale(self, target: PreTrainedModel, assistant: PreTrainedModel | None) -> bool:
+        """Whether weights of the models were moved or replaced since this engine was built for them."""
+        return self._weights != _addresses(target, assistant)
 
-    @property
-    def stale(self) -> bool:
-        """Whether the models' weights have moved since this engine was built."""
-        return self._addresses != self._weights()
-
+    @torch.inference_mode(False)
+    @torch.no_grad()  # leaving inference mode turns gradients on, which the compiled code guards on
     def warm_up(self) -> None:
-        """Compile and capture, on padded rows only: no request's block is touched. Done once."""
-        if self._warm:
+        """Compile and capture, on padded rows only: no request's block is touched. Done once (and after a reset)."""
+        if not self.compiled or self._warm == self._backend.resets:
             return
         step, cache = self.step, self.cache
         inputs = step.token_padding[:2], step.hidden_padding[:2], cache.padding_lens[:2]
         token, hidden, seq_len = (each.clone() for each in inputs)
         tables = tuple(table[:2].clone() for table in cache.padding_tables)
         mark_rows(token, hidden, seq_len, tables)
-        with collect() as report:
+        with _compiling:
             self._run(token, hidden, seq_len, tables)
-        self.report.graphs.extend(report.graphs)
-        self._warm = True
+        self._warm = self._backend.resets
 
     # ---- prefill
 
@@ -132,6 +139,7 @@ class Engine:
         if chunk:
             yield chunk
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Tensor]) -> State:
         """Write prompts to the cache, in packed chunks, and choose each row's first token greedily.
@@ -140,9 +148,16 @@ class Engine:
             prompts: 1-d int64 tensors, none empty, on any device.
 
         Raises:
+            ValueError: a prompt has no tokens; names it.
             OutOfBlocksError: the cache has no room; rows taken by this call are released.
         """
         cache, device = self.cache, self.cache.device
+        for index, prompt in enumerate(prompts):
+            if prompt.dim() != 1 or not len(prompt):
+                raise ValueError(f"prompt {index} is {tuple(prompt.shape)}, it must be a 1-d tensor with tokens")
+        if not prompts:
+            nothing = torch.zeros(0, dtype=torch.int32, device=device)
+            return State([], nothing.long(), self.step.hidden_padding[:0], nothing, [])
         rows: list[int] = []
         try:
             for _ in prompts:
@@ -193,6 +208,8 @@ class Engine:
 
     # ---- decode
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def decode(self, state: State) -> tuple[State, list[list[int]], list[int], float]:
         """Run one step.
 
@@ -254,7 +271,8 @@ class EnginePool:
         engine = None
         with self._lock:
             idle = self._idle.setdefault(target, [])
-            idle[:] = [(k, e) for k, e in idle if not e.stale]
+            # Engines of another assistant are judged when that assistant comes again.
+            idle[:] = [(k, e) for k, e in idle if k[0] != reference or not e.stale(target, assistant)]
             for entry in idle:
                 cache = entry[1].cache
                 if entry[0] == key and cache.max_rows >= rows and cache.max_model_len >= model_len:
@@ -262,7 +280,7 @@ class EnginePool:
                     engine = entry[1]
                     break
         if engine is None:
-            max_rows = max(2, 1 << (rows - 1).bit_length())
+            max_rows = max(2, 1 << (rows - 1).bit_length(), *(options.capture_sizes or ()))
             max_model_len = -(-model_len // 512) * 512
             engine = Engine(
                 target,

@@ -1,5 +1,6 @@
 """``generate()``: batched greedy speculative decoding with transformers' calling convention."""
 
+import copy
 import inspect
 import logging
 import time
@@ -12,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from gemma_npu_compile.engine import ENGINES, Engine
 from gemma_npu_compile.models import check_target
-from gemma_npu_compile.options import Options
+from gemma_npu_compile.options import Options, nearest
 from gemma_npu_compile.report import CompileReport
 from gemma_npu_compile.stats import Stats
 
@@ -56,9 +57,47 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 _OWN_CRITERIA = ("MaxLengthCriteria", "EosTokenCriteria")
 
 
-def _refuse_unsupported(config: GenerationConfig, kwargs: Mapping[str, Any]) -> None:
+# What transformers hands to a custom_generate function beside settings; none of it changes a greedy result.
+_INTERNALS = {
+    "assistant_tokenizer",
+    "cache",
+    "cache_position",
+    "logits_processor",
+    "logits_to_keep",
+    "mm_token_type_ids",
+    "past_key_values",
+    "position_ids",
+    "stopping_criteria",
+    "synced_gpus",
+    "token_type_ids",
+    "tokenizer",
+    "use_cache",
+    "use_model_defaults",
+}
+_INPUTS = ("inputs_embeds", "pixel_values", "pixel_values_videos", "input_features", "prefix_allowed_tokens_fn")
+
+
+def resolve_config(
+    model: PreTrainedModel, generation_config: GenerationConfig | None, kwargs: Mapping[str, Any]
+) -> GenerationConfig:
+    """The settings of a call: keyword arguments over ``generation_config`` over the model's own, as in transformers.
+
+    Raises:
+        ValueError: a setting is not supported or not known; names it.
+    """
+    config = copy.deepcopy(generation_config) if generation_config is not None else GenerationConfig()
+    config.update(**model.generation_config.to_dict(), defaults_only=True)
+    known = set(GenerationConfig().to_dict())
+    for name, value in kwargs.items():
+        if name in _INPUTS:
+            if value is not None:
+                raise ValueError(f"{name} is not supported: generation starts from input_ids")
+        elif name in known:
+            setattr(config, name, value)
+        elif name not in _INTERNALS:
+            raise ValueError(f"unknown argument {name!r}{nearest(name, sorted(known))}")
     for name, off in _UNSUPPORTED.items():
-        value = kwargs.get(name, getattr(config, name, None))
+        value = getattr(config, name, None)
         if value not in off:
             raise ValueError(f"generation setting {name}={value!r} is not supported: decoding is greedy and exact")
     for processor in kwargs.get("logits_processor") or ():
@@ -68,19 +107,23 @@ def _refuse_unsupported(config: GenerationConfig, kwargs: Mapping[str, Any]) -> 
             raise ValueError(
                 f"stopping criterion {type(criterion).__name__} is not supported: use EOS and length limits"
             )
-    for name in ("inputs_embeds", "pixel_values", "pixel_values_videos", "input_features", "prefix_allowed_tokens_fn"):
-        if kwargs.get(name) is not None:
-            raise ValueError(f"{name} is not supported: generation starts from input_ids")
+    return config
 
 
-def _eos_ids(config: GenerationConfig) -> set[int]:
+def eos_ids(config: GenerationConfig) -> list[int]:
+    """End tokens, in the order given."""
     eos = config.eos_token_id
     if eos is None:
-        return set()
-    return set(eos) if isinstance(eos, (list, tuple)) else {int(eos)}
+        return []
+    return list(eos) if isinstance(eos, (list, tuple)) else [int(eos)]
 
 
-def _prompts(input_ids: Tensor, attention_mask: Tensor | None, pad: int | None, eos: set[int]) -> list[Tensor]:
+def pad_id(config: GenerationConfig) -> int:
+    """What follows a finished row: the pad token, else the first end token as in transformers, else 0."""
+    return config.pad_token_id if config.pad_token_id is not None else next(iter(eos_ids(config)), 0)
+
+
+def _prompts(input_ids: Tensor, attention_mask: Tensor | None, pad: int | None, eos: list[int]) -> list[Tensor]:
     """The real tokens of each row, without padding on either side."""
     if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(
@@ -89,7 +132,9 @@ def _prompts(input_ids: Tensor, attention_mask: Tensor | None, pad: int | None, 
     if attention_mask is None:
         if pad is None or pad in eos:  # transformers' rule: a pad that is also an end token says nothing
             return [row.long() for row in input_ids]
-        attention_mask = input_ids != pad
+        real = (input_ids != pad).int()
+        # Pads in front of the first and behind the last other token; one in between is a token.
+        attention_mask = (real.cumsum(1) > 0) & (real.flip(1).cumsum(1).flip(1) > 0)
         if not bool(attention_mask.any(1).all()):
             attention_mask = torch.ones_like(input_ids)
     if attention_mask.shape != input_ids.shape:
@@ -118,6 +163,7 @@ def _limit(config: GenerationConfig, max_new_tokens: int | None, width: int) -> 
     return max_new_tokens
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def generate(
     model: PreTrainedModel,
@@ -161,11 +207,9 @@ def generate(
         ValueError: an input or a setting cannot be honoured; names it.
     """
     check_target(model)
-    config = generation_config if generation_config is not None else model.generation_config
-    _refuse_unsupported(config, kwargs)
+    config = resolve_config(model, generation_config, kwargs)
     parsed = Options.parse(options)
-    eos = _eos_ids(config)
-    pad = config.pad_token_id if config.pad_token_id is not None else min(eos, default=0)
+    eos, pad = eos_ids(config), pad_id(config)
     if input_ids.dim() == 2 and input_ids.shape[0] == 0:
         stats = Stats.start(0, num_draft_tokens if assistant_model is not None else 0, CompileReport())
         return (input_ids.clone(), stats) if return_stats else input_ids.clone()
@@ -180,7 +224,7 @@ def generate(
     ) as engine:
         engine.warm_up()
         stats = Stats.start(len(prompts), k, engine.report)
-        if streamer is not None and "stopping_criteria" not in kwargs:  # transformers' generate has put the prompt
+        if streamer is not None:
             streamer.put(input_ids.cpu())
         outputs = _decode(engine, prompts, limit, eos, stats, streamer)
     if streamer is not None:
@@ -201,7 +245,7 @@ generate.__signature__ = _signature.replace(  # type: ignore[attr-defined]
 
 
 def _decode(
-    engine: Engine, prompts: list[Tensor], limit: int, eos: set[int], stats: Stats, streamer: Any
+    engine: Engine, prompts: list[Tensor], limit: int, eos: list[int], stats: Stats, streamer: Any
 ) -> list[list[int]]:
     """New tokens of each prompt. Finished rows give their blocks back and leave the batch."""
     start = time.perf_counter()
@@ -234,6 +278,7 @@ def _decode(
             stats.count(row, count)
     stats.decode_seconds = time.perf_counter() - start
     stats.new_tokens = sum(len(tokens) for tokens in outputs)
+    stats.decoded_tokens = stats.new_tokens - len(outputs)  # prefill chose each row's first
     return outputs
 
 

@@ -145,7 +145,7 @@ def explain(fn: Callable[..., Any], **options: Any) -> Callable[..., CompileRepo
 
     def run(*args: Any, **kwargs: Any) -> CompileReport:
         with collect() as report:
-            compiled = torch.compile(fn, backend=Backend(), options=dict(options))
+            compiled = torch.compile(fn, backend=Backend(), options=dict(options), isolate_recompiles=True)  # type: ignore
             compiled(*args, **kwargs)
         return report
 

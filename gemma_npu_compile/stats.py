@@ -57,6 +57,7 @@ class Stats:
         acceptance: over all rows.
         per_row: the same per row, in the order of the inputs.
         new_tokens: emitted tokens of all rows.
+        decoded_tokens: those that steps produced; prefill chooses each row's first.
         prefill_seconds, decode_seconds: wall time without compilation.
         step_seconds: wall time of every step.
         report: of the compiled step; shared by all calls that used the same engine.
@@ -65,6 +66,7 @@ class Stats:
     acceptance: Acceptance
     per_row: list[Acceptance]
     new_tokens: int = 0
+    decoded_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     step_seconds: list[float] = field(default_factory=list)
@@ -83,8 +85,8 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens over decode time: no compilation, no prefill. 0.0 when nothing was decoded."""
-        return self.new_tokens / self.decode_seconds if self.decode_seconds else 0.0
+        """Decoded tokens over decode time: no compilation, no prefill. 0.0 when nothing was decoded."""
+        return self.decoded_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
     @property
     def step_ms(self) -> float:

@@ -41,11 +41,12 @@ def plain_greedy(
 
 
 @torch.no_grad()
-def is_tie(model: PreTrainedModel, prefix: Sequence[int]) -> bool:
-    """Whether the two best logits after ``prefix`` differ by less than :data:`TIE`, relative to the best."""
+def is_tie(model: PreTrainedModel, prefix: Sequence[int], tokens: tuple[int, int]) -> bool:
+    """Whether ``tokens`` are the two best after ``prefix``, their logits less than :data:`TIE` apart, relatively."""
     ids = torch.tensor([list(prefix)], device=model.device)
-    best, second = model(input_ids=ids, use_cache=False).logits[0, -1].float().topk(2).values.tolist()
-    return best - second < TIE * max(abs(best), abs(second))
+    best = model(input_ids=ids, use_cache=False).logits[0, -1].float().topk(2)
+    first, second = best.values.tolist()
+    return set(best.indices.tolist()) == set(tokens) and first - second < TIE * max(abs(first), abs(second))
 
 
 def verify(
@@ -65,7 +66,9 @@ def verify(
         pairs = zip(tokens, reference, strict=False)
         shorter = min(len(tokens), len(reference))
         position = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
-        if position < shorter and is_tie(model, [*prompt, *reference[:position]]):
+        if position < shorter and is_tie(
+            model, [*prompt, *reference[:position]], (tokens[position], reference[position])
+        ):
             ties += 1
         else:
             differences.append((row, position))

@@ -135,8 +135,11 @@ class HostGraph:
             if node.op != "call_function":
                 continue
             target: Any = node.target
-            if target in SYNCS:
-                raise CaptureError(f"{self.name}: {where(node)} {SYNCS[target]}; this cannot be captured")
+            why = SYNCS.get(target)
+            if why is None and torch.Tag.data_dependent_output in getattr(target, "tags", ()):
+                why = "has a result that depends on data the host must read"
+            if why is not None:
+                raise CaptureError(f"{self.name}: {where(node)} {why}; this cannot be captured")
             if not isinstance(target, torch._ops.OpOverload):
                 tensors = any(isinstance(arg.meta.get("val"), Tensor) for arg in node.all_input_nodes)
                 if tensors and target is not operator.getitem:

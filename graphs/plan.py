@@ -7,6 +7,8 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
+from gemma_npu_compile.passes.fx import argument, written_roots
+
 Dim: TypeAlias = "int | sympy.Expr"
 Values: TypeAlias = "dict[sympy.Symbol, int]"
 
@@ -129,22 +131,6 @@ def _label(node: Node) -> str:
     return str(node.meta.get("label", node.name))
 
 
-def _written(gm: GraphModule) -> set[Node]:
-    """Placeholders that an operator of the graph writes to."""
-    found: set[Node] = set()
-    for node in gm.graph.nodes:
-        if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
-            continue
-        for index, schema in enumerate(node.target._schema.arguments):
-            if schema.alias_info is not None and schema.alias_info.is_write:
-                arg = node.args[index] if index < len(node.args) else node.kwargs.get(schema.name)
-                while isinstance(arg, Node) and arg.op == "call_function" and arg.args:  # a view of an input
-                    arg = arg.args[0]
-                if isinstance(arg, Node) and arg.op == "placeholder":
-                    found.add(arg)
-    return found
-
-
 def _origin(node: Any) -> Node | None:
     """The placeholder a value is computed from along first arguments (``seq_len + 4`` comes from ``seq_len``)."""
     while isinstance(node, Node) and node.op == "call_function":
@@ -171,9 +157,7 @@ def _reached(start: Node, targets: tuple[Any, ...], through: tuple[Any, ...]) ->
 def _attention_nodes(gm: GraphModule) -> tuple[list[Attention], set[Node]]:
     records, lengths = [], set()
     for node in gm.graph.find_nodes(op="call_function", target=torch.ops.gemma_npu.paged_attention.default):
-        names = [a.name for a in node.target._schema.arguments]
-        defaults = {a.name: a.default_value for a in node.target._schema.arguments}
-        arg = {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+        arg = {each.name: argument(node, each.name) for each in node.target._schema.arguments}
         table = arg["block_table"]
         binding = table.meta.get("table")
         origin = _origin(arg["kv_lens"])
@@ -214,7 +198,7 @@ def make_plan(gm: GraphModule, static: set[int]) -> Plan:
     """
     aten = torch.ops.aten
     nodes = gm.graph.find_nodes(op="placeholder")
-    written = _written(gm)
+    written = {n for n in written_roots(gm.graph) if n.op == "placeholder"}
     attention, lengths = _attention_nodes(gm)
     inputs: list[Input] = []
     symbols: dict[sympy.Symbol, None] = {}

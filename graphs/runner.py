@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,12 +22,29 @@ log = logging.getLogger(__name__)
 Key = tuple[int, ...]
 
 
+MAX_BINDINGS = 4
+"""Objects (models, caches) one compiled graph keeps captures for; the least recently used makes room."""
+
+
+@dataclass
+class _Binding:
+    """Captures of one set of static addresses: one model with one cache."""
+
+    addresses: dict[int, int]
+    buffers: dict[Key, StableBuffers] = field(default_factory=dict)
+    graphs: dict[Key, Captured] = field(default_factory=dict)
+    refused: dict[Key, str] = field(default_factory=dict)
+
+
 class GraphRunner:
     """Callable that replays captures of one graph.
 
     When padded rows are declared, all sizes are captured at the first call, largest first, and share stable buffers.
     Otherwise each new set of input sizes is captured when it comes, up to ``max_captures``. Calls are serialised, and
     results are copied out of the pool, so that no later replay changes what a caller holds.
+
+    Dynamo runs one compiled graph for every object of a class: another model, or another cache, gets captures of its
+    own. One static input that moved while the others of its kind stayed is a mistake and refused.
 
     Args:
         gm: the final graph.
@@ -43,10 +61,8 @@ class GraphRunner:
         self.sizes = capture_sizes(options.capture_sizes, plan.max_rows) if plan.max_rows is not None else ()
         self._lock = threading.Lock()
         self._runtime: Runtime = HostRuntime()
-        self._buffers: dict[Key, StableBuffers] = {}
-        self._graphs: dict[Key, Captured] = {}
-        self._refused: str | None = None
-        self._addresses: list[tuple[int, int, str]] | None = None
+        self._static = [i for i in plan.inputs if i.static and i.role != "unused"]
+        self._bindings: list[_Binding] = []  # least recently used first
         self._warned: set[str] = set()
 
     def __call__(self, args: list[Any]) -> list[Any]:
@@ -58,7 +74,7 @@ class GraphRunner:
         """
         values = self.plan.values(args)
         sized = dict(values)
-        with self._lock, torch.no_grad():
+        with self._lock, torch.inference_mode(False), torch.no_grad():
             if self.plan.rows is not None:
                 rows = values[self.plan.rows]
                 if rows == 0:
@@ -67,57 +83,71 @@ class GraphRunner:
                 if size is None:
                     return self._fall_back(f"{rows} rows exceed the largest capture size {max(self.sizes)}", args)
                 sized[self.plan.rows] = size
-            self._check_addresses(args)
-            reason = self._cannot_capture(sized)
-            if reason is not None:
-                return self._fall_back(reason, args)
             if self.plan.rows is None and not self.options.capture:
                 self.report.eager_calls += 1
                 return self._run_uncaptured(args)
-            results = self._run(args, values, sized)
-            if results is None:
-                return self._fall_back(str(self._refused), args)
+            binding = self._bind(args)
+            key = self._key(sized)
+            if self.options.capture and key not in binding.graphs:
+                reason = self._capture(binding, args, sized)
+                if reason is not None:
+                    return self._fall_back(reason, args)
+            results = self._run(binding, args, values, sized)
             return [o.hand_out(r, values) for o, r in zip(self.plan.outputs, results, strict=True)]
 
-    def _run(self, args: list[Any], values: Values, sized: Values) -> list[Any] | None:
-        """Results at the captured size, or None when the capture failed."""
-        buffers = self._buffers_for(args, sized)
+    def _run(self, binding: _Binding, args: list[Any], values: Values, sized: Values) -> list[Any]:
+        """Results at the captured size."""
+        buffers = self._buffers_for(binding, args, sized)
         buffers.check(args)
-        key = self._key(sized)
-        if self.options.capture and key not in self._graphs:
-            self._capture(args, buffers, sized)
-            if self._refused is not None:
-                self._buffers.clear()
-                return None
         rows = None if self.plan.rows is None else values[self.plan.rows]
         buffers.load(args, rows, None if rows is None else sized[self.plan.rows])  # type: ignore[index]
         if not self.options.capture:
             self.report.eager_calls += 1
             return list(self.gm(*self._arguments(args, buffers, sized)))
-        graph = self._graphs[key]
+        graph = binding.graphs[self._key(sized)]
         graph.replay()
         self.report.replays += 1
         return graph.outputs
 
-    # ---- capture
+    # ---- static inputs
 
-    def _cannot_capture(self, sized: Values) -> str | None:
-        """Why a call of these sizes runs uncaptured, decided before anything is allocated for it."""
-        if not self.options.capture or self._key(sized) in self._graphs:
-            return None
-        if self._refused is None and self.plan.rows is None and len(self._graphs) >= self.options.max_captures:
-            return f"more than {self.options.max_captures} input sizes (max_captures)"
-        return self._refused
+    def _bind(self, args: list[Any]) -> _Binding:
+        """The captures of the objects these arguments belong to; new ones for an object not seen before."""
+        addresses = {i.source: args[i.source].data_ptr() for i in self._static}
+        for index in range(len(self._bindings) - 1, -1, -1):
+            if self._bindings[index].addresses == addresses:
+                if index + 1 < len(self._bindings):
+                    self._bindings.append(self._bindings.pop(index))
+                return self._bindings[-1]
+        for known in self._bindings:
+            self._refuse_half_moved(known.addresses, addresses)
+        self._bindings.append(_Binding(addresses))
+        del self._bindings[:-MAX_BINDINGS]
+        return self._bindings[-1]
+
+    def _refuse_half_moved(self, known: dict[int, int], given: dict[int, int]) -> None:
+        """Another object has all its caches, or all its weights, elsewhere; one moved among others is a mistake."""
+        for role in dict.fromkeys(item.role for item in self._static):
+            items = [item for item in self._static if item.role == role]
+            moved = [item for item in items if known[item.source] != given[item.source]]
+            if moved and len(moved) < len(items):
+                item = moved[0]
+                raise ReplayError(
+                    f"static input {item.label} is at {given[item.source]:#x}, it was captured at "
+                    f"{known[item.source]:#x}: a captured graph reads the captured address; nothing was run"
+                )
+
+    # ---- capture
 
     def _key(self, sized: Values) -> Key:
         return tuple(sized[symbol] for symbol in self.plan.symbols)
 
-    def _buffers_for(self, args: list[Any], sized: Values) -> StableBuffers:
+    def _buffers_for(self, binding: _Binding, args: list[Any], sized: Values) -> StableBuffers:
         """Padded captures share the buffers of the largest size; others have their own."""
         key = () if self.plan.rows is not None else self._key(sized)
-        if key not in self._buffers:
-            self._buffers[key] = StableBuffers(self.plan.inputs, args, self.sizes[-1] if self.sizes else None)
-        return self._buffers[key]
+        if key not in binding.buffers:
+            binding.buffers[key] = StableBuffers(self.plan.inputs, args, self.sizes[-1] if self.sizes else None)
+        return binding.buffers[key]
 
     def _arguments(self, args: list[Any], buffers: StableBuffers, sized: Values) -> list[Any]:
         """What the graph is captured with: static inputs, stable buffers, host integers."""
@@ -130,13 +160,20 @@ class GraphRunner:
                 found.append(args[item.source] if item.buffer is None else buffers.view(item, rows))
         return found
 
-    def _capture(self, args: list[Any], buffers: StableBuffers, sized: Values) -> None:
-        """Capture every size (padded rows), or the sizes of this call. A failure is kept as the reason to fall back."""
-        start = time.perf_counter()
+    def _capture(self, binding: _Binding, args: list[Any], sized: Values) -> str | None:
+        """Capture every size (padded rows), or the sizes of this call; or say why not, and keep nothing of it."""
+        key = self._key(sized)
+        if key in binding.refused:
+            return binding.refused[key]
         if self.plan.rows is None:
+            if len(binding.graphs) + len(binding.refused) >= self.options.max_captures:
+                return f"more than {self.options.max_captures} input sizes (max_captures)"
             wanted = [sized]
         else:
             wanted = [{**sized, self.plan.rows: size} for size in reversed(self.sizes)]
+        start = time.perf_counter()
+        buffers = self._buffers_for(binding, args, sized)
+        buffers.check(args)
         graphs: dict[Key, Captured] = {}
         try:
             for each in wanted:
@@ -144,30 +181,24 @@ class GraphRunner:
                 arguments = self._arguments(args, buffers, each)
                 graphs[self._key(each)] = self._runtime.capture(self.gm, arguments, each, name)
         except CaptureError as error:
-            self._refused = str(error)
-            return
-        self._graphs.update(graphs)
+            binding.refused.update((self._key(each), str(error)) for each in wanted)
+            del binding.buffers[() if self.plan.rows is not None else key]
+            return str(error)
+        binding.graphs.update(graphs)
         report = self.report
         report.captures += len(graphs)
-        report.sizes.extend(each[self.plan.rows] for each in wanted if self.plan.rows is not None)
+        report.sizes.extend(
+            each[self.plan.rows]
+            for each in wanted
+            if self.plan.rows is not None and each[self.plan.rows] not in report.sizes
+        )
         report.seconds["capture"] = report.seconds.get("capture", 0.0) + time.perf_counter() - start
         report.pool_bytes = self._runtime.nbytes
-        report.buffer_bytes = sum(b.nbytes for b in self._buffers.values())
+        report.buffer_bytes = sum(b.nbytes for each in self._bindings for b in each.buffers.values())
         log.info("%s: %d captures, rows %s, pool %d bytes", report.name, len(graphs), report.sizes, report.pool_bytes)
+        return None
 
-    # ---- around a replay
-
-    def _check_addresses(self, args: list[Any]) -> None:
-        """The first call fixes the addresses of static inputs."""
-        if self._addresses is None:
-            static = [i for i in self.plan.inputs if i.static and i.role != "unused"]
-            self._addresses = [(i.source, args[i.source].data_ptr(), i.label) for i in static]
-        for source, address, label in self._addresses:
-            if args[source].data_ptr() != address:
-                raise ReplayError(
-                    f"static input {label} is at {args[source].data_ptr():#x}, it was captured at {address:#x}: "
-                    "a captured graph reads the captured address; nothing was run"
-                )
+    # ---- without a capture
 
     def _fall_back(self, reason: str, args: list[Any]) -> list[Any]:
         if self.options.on_fallback == "error":
@@ -184,8 +215,5 @@ class GraphRunner:
     def free(self) -> None:
         """Drop captures, buffers and the pool; a later call captures anew. May be called again."""
         with self._lock:
-            self._graphs.clear()
-            self._refused = None
-            self._addresses = None
-            self._buffers.clear()
+            self._bindings.clear()
             self._runtime.free()

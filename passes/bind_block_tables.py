@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 import gemma_npu_compile.ops  # noqa: F401  (registers the dialect)
 from gemma_npu_compile.errors import CompileError
-from gemma_npu_compile.passes.fx import placeholders
+from gemma_npu_compile.passes.fx import argument, placeholders
 from gemma_npu_compile.passes.result import PassResult
 
 
@@ -35,14 +35,6 @@ class TableBinding:
 def attention_nodes(gm: GraphModule) -> list[Node]:
     """The dialect's attention nodes in graph order."""
     return gm.graph.find_nodes(op="call_function", target=torch.ops.gemma_npu.paged_attention.default)
-
-
-def argument(node: Node, name: str) -> object:
-    """Argument ``name`` of an operator call, its default when not given."""
-    for index, schema in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if schema.name == name:
-            return node.args[index] if index < len(node.args) else node.kwargs.get(name, schema.default_value)
-    raise KeyError(name)
 
 
 def _site(node: Node) -> tuple[str, str]:
@@ -92,6 +84,9 @@ def bind_block_tables(gm: GraphModule) -> PassResult:
         last = bound
         bound.meta.update(table.meta)
         bound.meta["table"] = TableBinding(layer, phase, groups[table])
-        node.args = tuple(bound if i == 3 else arg for i, arg in enumerate(node.args))
+        if len(node.args) > 3:
+            node.update_arg(3, bound)
+        else:
+            node.update_kwarg("block_table", bound)
         result.changed += 1
     return result

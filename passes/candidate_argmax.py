@@ -34,12 +34,32 @@ def _selected(graph: Graph, tensor: Node, selections: list[Node]) -> Node:
     return tensor
 
 
+def _below_all(background: object, scores: object) -> bool:
+    """Whether the background is known to be lower than every score: -inf, the dtype's minimum, or min(scores) - c."""
+    if not isinstance(background, Node):
+        return False
+    if background.target is aten.full.default:
+        fill = background.args[1]
+        return isinstance(fill, float) and fill <= torch.finfo(background.meta["val"].dtype).min
+    current: object = background
+    for step in (aten.clone.default, aten.expand.default, aten.sub.Tensor):
+        while isinstance(current, Node) and current.target is aten._to_copy.default:
+            current = current.args[0]
+        if not isinstance(current, Node) or current.target is not step:
+            return False
+        if step is aten.sub.Tensor and not (isinstance(current.args[1], (int, float)) and current.args[1] > 0):
+            return False
+        current = current.args[0]
+    while isinstance(current, Node) and current.target is aten._to_copy.default:
+        current = current.args[0]
+    lowest = (aten.min.default, aten.amin.default)
+    return isinstance(current, Node) and current.target in lowest and current.args[0] is scores
+
+
 def _reason(node: Node, scatter: Node, selections: list[Node]) -> str | None:
     """Why this argmax cannot be taken over the candidates."""
-    background = scatter.args[0]
-    fill = background.target if isinstance(background, Node) else None
-    if fill not in (aten.full.default, aten.clone.default):
-        return "the scores are scattered over computed values"
+    if not _below_all(scatter.args[0], scatter.args[3]):
+        return "the scores are scattered over values that need not be lower"
     if len(node.args) < 2 or not _last(node.args[1], node.args[0]) or (len(node.args) > 2 and node.args[2]):  # type: ignore
         return "the argmax is not over the vocabulary"
     if not _last(scatter.args[1], scatter) or any(_last(s.args[1], s.args[0]) for s in selections):  # type: ignore
@@ -69,7 +89,7 @@ def candidate_argmax(gm: GraphModule) -> PassResult:
             scores = _selected(graph, scores, selections)  # type: ignore[arg-type]
             best = call(graph, aten.amax.default, scores, [-1], True)
             tied = call(graph, aten.eq.Tensor, scores, best)
-            beyond = torch.iinfo(torch.int64).max
+            beyond = int(scatter.meta["val"].shape[-1]) - 1  # no id is larger; with NaN scores it still is an id
             allowed = call(graph, aten.where.ScalarOther, tied, ids, beyond)
             chosen = call(graph, aten.amin.default, allowed, [-1], False)
         copy_trace(chosen, node)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from gemma_npu_compile.passes.fx import is_view, root, written_args, written_roots
 from gemma_npu_compile.passes.result import PassResult
 
 
@@ -21,14 +22,14 @@ def _pure(node: Node) -> bool:
     return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
 
 
-def _key(arg: Any, versions: dict[Node, int]) -> Any:
+def _key(arg: Any, writes: dict[Node, int]) -> Any:
     """A hashable stand-in for an argument; tensors that are written in place carry how often that happened."""
     if isinstance(arg, Node):
-        return ("node", arg, versions.get(arg, 0))
+        return ("node", arg, writes.get(root(arg), 0))
     if isinstance(arg, (list, tuple)):
-        return ("list", *(_key(each, versions) for each in arg))
+        return ("list", *(_key(each, writes) for each in arg))
     if isinstance(arg, dict):
-        return ("dict", *((name, _key(each, versions)) for name, each in sorted(arg.items())))
+        return ("dict", *((name, _key(each, writes)) for name, each in sorted(arg.items())))
     if isinstance(arg, slice):
         return ("slice", arg.start, arg.stop, arg.step)
     return (type(arg), arg)  # 1 and 1.0 and True differ
@@ -38,31 +39,20 @@ def eliminate_common_subexpressions(gm: GraphModule) -> PassResult:
     """Replace a pure node by an earlier one with the same operator, arguments and contents of written inputs."""
     result = PassResult()
     graph = gm.graph
-    roots: dict[Node, Node] = {}
-    versions: dict[Node, int] = {}
+    written = written_roots(graph)
     writes: dict[Node, int] = {}
     seen: dict[Any, Node] = {}
     for node in list(graph.nodes):
         target = node.target
         if node.op == "call_function" and isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
-            for arg in node.all_input_nodes:
-                root = roots.get(arg, arg)
-                writes[root] = writes.get(root, 0) + 1
-            # What was read through a view before the write is another value than what is read after it.
-            versions = {
-                each: writes[roots.get(each, each)] for each in (*roots, *writes) if roots.get(each, each) in writes
-            }
+            for each in {root(arg) for arg in written_args(node)}:
+                writes[each] = writes.get(each, 0) + 1
             continue
-        if node.op == "call_function" and node.args and isinstance(node.args[0], Node):
-            returns = getattr(getattr(target, "_schema", None), "returns", ())
-            if any(r.alias_info is not None for r in returns):
-                roots[node] = roots.get(node.args[0], node.args[0])
-                if roots[node] in writes:
-                    versions[node] = writes[roots[node]]
-        if not _pure(node):
+        # A fresh tensor that is written later is memory, not a value.
+        if not _pure(node) or (node in written and not is_view(node)):
             continue
         try:
-            key = (target, _key(node.args, versions), _key(node.kwargs, versions))
+            key = (target, _key(node.args, writes), _key(node.kwargs, writes))
             known = seen.setdefault(key, node)
         except TypeError:
             result.left["an argument cannot be compared"] += 1

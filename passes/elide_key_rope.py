@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 import gemma_npu_compile.ops  # noqa: F401  (registers the dialect)
 from gemma_npu_compile.errors import CompileError
-from gemma_npu_compile.passes.fx import call, copy_trace
+from gemma_npu_compile.passes.fx import argument, call, copy_trace
 from gemma_npu_compile.passes.result import PassResult
 
 Single = Callable[[Node], tuple[Any, tuple[Any, ...]]]
@@ -46,9 +46,7 @@ def _check_owners(gm: GraphModule) -> None:
     """A second write to the same slots of a cache is a reuse layer overwriting its owner."""
     writers: dict[tuple[Any, Any], Node] = {}
     for node in gm.graph.find_nodes(op="call_function", target=torch.ops.gemma_npu.store_kv.default):
-        names = [a.name for a in node.target._schema.arguments]
-        arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-        place = arguments["key_cache"], arguments["slots"]
+        place = argument(node, "key_cache"), argument(node, "slots")
         first = writers.setdefault(place, node)
         if first is not node:
             raise CompileError(

@@ -1,6 +1,7 @@
 """Small helpers on FX graphs that several passes share."""
 
 import contextlib
+import operator
 from typing import Any
 
 import torch
@@ -16,6 +17,45 @@ def placeholders(gm: GraphModule) -> list[Node]:
 def order_of(graph: Graph) -> dict[Node, int]:
     """Position of every node."""
     return {node: index for index, node in enumerate(graph.nodes)}
+
+
+def is_view(node: Node) -> bool:
+    """Whether the result shares memory with an argument (views, and elements of a tuple of views)."""
+    if node.target is operator.getitem and isinstance(node.args[0], Node):
+        return is_view(node.args[0])
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
+
+
+def root(node: Node) -> Node:
+    """The value a view shows, through any number of views."""
+    while node.op == "call_function" and is_view(node) and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
+def written_args(node: Node) -> list[Node]:
+    """Arguments an operator call writes to."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    found = [argument(node, name) for name in names]
+    flat = [each for arg in found for each in (arg if isinstance(arg, (list, tuple)) else [arg])]
+    return [each for each in flat if isinstance(each, Node)]
+
+
+def written_roots(graph: Graph) -> set[Node]:
+    """Values that an operator of the graph writes to, directly or through a view."""
+    return {root(arg) for node in graph.nodes for arg in written_args(node)}
+
+
+def argument(node: Node, name: str) -> Any:
+    """Argument ``name`` of an operator call, its default when not given."""
+    for index, schema in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if schema.name == name:
+            return node.args[index] if index < len(node.args) else node.kwargs.get(name, schema.default_value)
+    raise KeyError(name)
 
 
 def value(arg: Any) -> Any:

@@ -74,6 +74,7 @@ def keep_writes_in_place(gm: GraphModule) -> PassResult:
         if any(w.node in shared for w in writes):
             result.left["another input of the same operator stays functional"] += 1
             continue
+        copy.replace_all_uses_with(copy.args[0])  # type: ignore[arg-type]
         graph.erase_node(copy)
     for node in functional:
         if node.target is auto_functionalized_v2:

@@ -10,16 +10,16 @@ from torch.fx import Graph, GraphModule, Node
 import gemma_npu_compile.ops  # noqa: F401  (registers the dialect)
 from gemma_npu_compile.capabilities import AttentionCall, Platform
 from gemma_npu_compile.errors import CompileError
-from gemma_npu_compile.passes.bind_block_tables import argument, attention_nodes
-from gemma_npu_compile.passes.fx import call, copy_trace
+from gemma_npu_compile.passes.bind_block_tables import attention_nodes
+from gemma_npu_compile.passes.fx import argument, call, copy_trace
 from gemma_npu_compile.passes.result import PassResult
 
 aten = torch.ops.aten
 
 
 def _facts(node: Node, layout: str) -> AttentionCall:
-    query, cache = node.args[0].meta["val"], node.args[1].meta["val"]  # type: ignore[union-attr]
-    rows = node.args[3].meta["val"].shape[0]  # type: ignore[union-attr]
+    query, cache = argument(node, "query").meta["val"], argument(node, "key_cache").meta["val"]
+    rows = argument(node, "block_table").meta["val"].shape[0]
     q_len = query.shape[0] // rows
     return AttentionCall(
         layout=layout,
@@ -40,7 +40,7 @@ def _swapped(graph: Graph, tensor: Node) -> Node:
 def _rewrite(gm: GraphModule, node: Node, facts: AttentionCall) -> None:
     """``(T, N, D)`` to ``(B, N, S, D)`` in front, and back behind."""
     graph = gm.graph
-    query, table = node.args[0], node.args[3]
+    query, table = argument(node, "query"), argument(node, "block_table")
     swap = facts.q_len > 1  # with one query per row both layouts lie the same in memory
     with graph.inserting_before(node):
         rows = call(graph, aten.sym_size.int, table, 0)
@@ -49,8 +49,9 @@ def _rewrite(gm: GraphModule, node: Node, facts: AttentionCall) -> None:
             bnsd = _swapped(graph, split)
         else:
             bnsd = call(graph, aten.view.default, query, [rows, facts.heads, 1, facts.head_dim])
-        args = (bnsd, *node.args[1:7], "BNSD", *node.args[8:])
-        attention = call(graph, node.target, *args, **node.kwargs)
+        names = [each.name for each in node.target._schema.arguments]  # type: ignore[union-attr]
+        new = {**{name: argument(node, name) for name in names}, "query": bnsd, "layout": "BNSD"}
+        attention = call(graph, node.target, *(new[name] for name in names))
         back = _swapped(graph, attention) if swap else attention
         tokens = call(graph, aten.sym_size.int, query, 0)
         flat = call(graph, aten.view.default, back, [tokens, facts.heads, facts.head_dim])
@@ -70,9 +71,12 @@ def large_heads_to_bnsd(gm: GraphModule, *, platform: Platform) -> PassResult:
         if argument(node, "layout") != "TND":
             result.left["already BNSD"] += 1
             continue
-        rows = node.args[3].meta["val"].shape[0]  # type: ignore[union-attr]
+        rows = argument(node, "block_table").meta["val"].shape[0]
         if isinstance(rows, int) and rows == 0:
             result.left["no rows"] += 1
+            continue
+        if argument(node, "query_lens") is not None:
+            result.left["ragged queries (a prefill, which is not captured)"] += 1
             continue
         facts = _facts(node, "TND")
         verdict = platform.judge(facts)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from gemma_npu_compile.passes.fx import is_view, root, written_roots
 from gemma_npu_compile.passes.result import PassResult
 
 aten = torch.ops.aten
@@ -45,23 +46,19 @@ _CANDIDATES: dict[Any, Callable[[Node], bool]] = {
 def remove_no_ops(gm: GraphModule) -> PassResult:
     """Drop multiplications by one and conversions, slices, views and expansions to what is already there.
 
-    A copy of an input that the graph writes to stays: it holds the old contents.
+    A copy of a value that the graph writes to stays: it holds the old contents, or takes the new ones.
     """
     result = PassResult()
     graph = gm.graph
-    written = {
-        arg
-        for node in graph.nodes
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-        for arg in node.all_input_nodes
-    }
+    written = written_roots(graph)
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in _CANDIDATES:
             continue
         if not _CANDIDATES[node.target](node) or not _same_meta(node):
             continue
-        if node.target is aten._to_copy.default and node.args[0] in written:
-            result.left["it copies an input the graph writes to"] += 1
+        given: Any = node.args[0]
+        if not is_view(node) and (root(given) in written or node in written):
+            result.left["it copies a value the graph writes to"] += 1
             continue
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)

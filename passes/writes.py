@@ -7,6 +7,8 @@ import torch
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch.fx import Node
 
+from gemma_npu_compile.passes.fx import is_view
+
 
 @dataclass
 class Write:
@@ -70,16 +72,11 @@ def chain(copy: Node) -> tuple[list[Write], str | None]:
     return writes[::-1], None
 
 
-def _is_view(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
-
-
 def _readers(node: Node, through_view: bool = False) -> Iterator[tuple[Node, bool]]:
     """Users of a value, and whether they see it through a view."""
     for user in node.users:
         yield user, through_view
-        if _is_view(user):
+        if is_view(user):
             yield from _readers(user, True)
 
 

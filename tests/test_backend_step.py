@@ -171,11 +171,11 @@ def test_reset_frees_everything_twice(pair):
     case = Case(pair, max_rows=2)
     case.run(*case.inputs(2))
     (runner,) = case.backend._runners
-    assert runner._graphs
+    assert runner._bindings
     torch._dynamo.reset()
     torch._dynamo.reset()
     case.backend.reset()
-    assert not runner._graphs
+    assert not runner._bindings
     assert runner._runtime.nbytes == 0
 
 

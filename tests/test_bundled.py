@@ -95,10 +95,16 @@ def test_batches_of_1_3_and_5_give_the_same_tokens(bundled, prompts):
 
 def drafts_of(engine: Engine, prompts: list[list[int]], rounds: int) -> tuple[list, Acceptance]:
     state = engine.prefill([torch.tensor(p) for p in prompts])
-    accepted, drafts = Acceptance([0] * engine.step.num_draft_tokens), []
+    accepted, drafts, run = Acceptance([0] * engine.step.num_draft_tokens), [], engine._run
+
+    def record(*inputs):
+        output = run(*inputs)
+        drafts.append(output.drafts.tolist())
+        return output
+
+    engine._run = record
     for _ in range(rounds):
         state, _, counts, _ = engine.decode(state)
-        drafts.append(engine.drafts.tolist())
         for count in counts:
             accepted.add(count)
     engine.cache.reset()

@@ -74,7 +74,7 @@ def test_run_says_no_when_tokens_differ(directories, capsys, monkeypatch):
     from gemma_npu_compile import verify
 
     monkeypatch.setattr(verify, "plain_greedy", lambda model, prompt, n, eos, pad: [1] * n)
-    monkeypatch.setattr(verify, "is_tie", lambda model, prefix: False)
+    monkeypatch.setattr(verify, "is_tie", lambda model, prefix, tokens: False)
     code, out, _ = call(
         capsys, *pair(directories, "run", "--prompt", "a", "--max-new-tokens", "3", "--verify", "--json")
     )

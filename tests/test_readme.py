@@ -35,7 +35,7 @@ def test_the_two_commands_are_what_ci_runs():
     text = README.read_text(encoding="utf-8")
     assert "pip install -e . && gemma-npu run\n" in text
     assert "pip install -e '.[test]' && pytest\n" in text
-    assert "\npip install --quiet -e '.[test]' && pytest\n" in (README.parent / ".ci" / "run").read_text()
+    assert "\npip install -e '.[test]' && pytest || exit 1\n" in (README.parent / ".ci" / "run").read_text()
 
 
 def test_every_pass_is_described():

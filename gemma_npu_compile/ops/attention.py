@@ -62,7 +62,8 @@ def _workspace(name: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     size = shape[0] * shape[1]
     kept: Tensor | None = getattr(_workspaces, name, None)
     if kept is None or kept.numel() < size:
-        kept = torch.empty(size, dtype=dtype)
+        with torch.inference_mode(False):  # it outlives the mode of this call
+            kept = torch.empty(size, dtype=dtype)
         setattr(_workspaces, name, kept)
     return kept[:size].view(shape)
 

@@ -79,7 +79,7 @@ def test_capture_failure_is_kept_and_costs_nothing(
     assert count == 100
     assert "_local_scalar_dense" in reason
     assert len(attempts) == 1
-    assert (runner._runtime.nbytes, runner.report.captures, runner._graphs) == (0, 0, {})
+    assert (runner._runtime.nbytes, runner.report.captures, [b.graphs for b in runner._bindings]) == (0, 0, [{}])
     assert len([r for r in caplog.records if r.name == LOGGER]) == 1
 
 
@@ -94,7 +94,7 @@ def test_exact_sizes_are_captured_up_to_a_limit() -> None:
         assert only(backend).report.replays == 2 * (repeat + 1)
     runner = only(backend)
     assert runner.report.fallbacks == {"more than 2 input sizes (max_captures)": 12}
-    assert len(runner._buffers) <= 2, "sizes that are never captured need no buffers"
+    assert sum(len(b.buffers) for b in runner._bindings) <= 2, "sizes that are never captured need no buffers"
 
 
 @pytest.mark.parametrize("capture", [True, False])

@@ -76,7 +76,7 @@ def test_stale_rows_hold_the_padding() -> None:
     cache, reference = Cache(), Cache()
     equal(run(*cache.call(4, 1)), step(*reference.call(4, 1)))
     equal(run(*cache.call(2, 2)), step(*reference.call(2, 2)))
-    (buffers,) = only(backend)._buffers.values()
+    (buffers,) = only(backend)._bindings[0].buffers.values()
     stable = {tuple(b.shape[1:]): b for b in buffers.buffers.values()}
     assert stable[(2,)][2:].tolist() == [[2, 2], [3, 3]]
     assert stable[()][2:].tolist() == [1, 1]
@@ -145,13 +145,13 @@ def test_wider_table_is_refused_before_anything_runs() -> None:
     run(*cache.call(3, 1))
     runner = only(backend)
     before, replays = cache.k.clone(), runner.report.replays
-    buffers = [b.clone() for b in runner._buffers[()].buffers.values()]
+    buffers = [b.clone() for b in runner._bindings[0].buffers[()].buffers.values()]
     x, table, lens, *rest = cache.call(3, 2)
     wide = torch.cat([table, table], 1)
     with pytest.raises(ReplayError, match=r"m\.layers\.0 \(verify, group g0\) is 4 blocks wide, .* captured 2 wide"):
         runner(runner_args(runner, (x, wide, lens, *rest)))
     equal(cache.k, before)
-    equal(list(runner._buffers[()].buffers.values()), buffers)
+    equal(list(runner._bindings[0].buffers[()].buffers.values()), buffers)
     assert (runner.report.replays, dict(runner.report.fallbacks)) == (replays, {})
     with pytest.raises(Exception, match=r"axis 1 of the input is .* wide, its padding 2"):
         run(x, wide, lens, *rest)
@@ -176,10 +176,54 @@ def test_moved_static_input_is_named() -> None:
     run, backend = build()
     cache, moved = Cache(), Cache()
     run(*cache.call(2))
+    moved.v = cache.v
     with pytest.raises(ReplayError, match=r"static input k is at 0x.*captured at 0x.*nothing was run"):
         run(*moved.call(2))
     assert not moved.k.any()
     assert only(backend).report.replays == 1
+
+
+def test_another_cache_gets_captures_of_its_own() -> None:
+    """Dynamo runs one compiled graph for all objects of a class; five of them take turns, four are kept."""
+    run, backend = build()
+    objects = [(Cache(), Cache()) for _ in range(5)]
+    for turn in range(3):
+        for cache, reference in objects:
+            equal(run(*cache.call(2, turn)), step(*reference.call(2, turn)))
+            equal(cache.k, reference.k)
+    assert len(only(backend)._bindings) == 4
+    cache, reference = objects[-1]
+    before = only(backend).report.captures
+    equal(run(*cache.call(2, 7)), step(*reference.call(2, 7)))
+    assert only(backend).report.captures == before
+
+
+def test_two_modules_of_one_class_do_not_see_each_other() -> None:
+    backend = Backend()
+    layers = [torch.nn.Linear(4, 4) for _ in range(2)]
+    compiled = [torch.compile(layer, backend=backend, fullgraph=True) for layer in layers]
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        for _ in range(2):
+            for layer, run in zip(layers, compiled, strict=True):
+                assert torch.equal(run(x), layer(x))
+
+
+def test_a_function_that_returns_the_input_it_wrote() -> None:
+    for fn in (lambda x: x.add_(1), lambda x: x.index_copy_(0, torch.tensor([1]), torch.full((1,), 5.0))):
+        run, _ = build(fn)
+        x, reference = torch.zeros(3), torch.zeros(3)
+        for _ in range(2):
+            assert torch.equal(run(x), fn(reference))
+            assert torch.equal(x, reference)
+
+
+def test_inference_mode_and_no_grad_in_any_order() -> None:
+    run, _ = build()
+    cache, reference = Cache(), Cache()
+    for index, mode in enumerate((torch.inference_mode, torch.no_grad, torch.inference_mode)):
+        with mode():
+            equal(run(*cache.call(2, index)), step(*reference.call(2, index)))
 
 
 def test_size_above_the_ceiling_is_refused() -> None:
@@ -221,7 +265,7 @@ def test_no_size_is_kept_when_one_cannot_be_captured(monkeypatch: pytest.MonkeyP
         equal(run(*cache.call(rows, rows)), step(*reference.call(rows, rows)))
     report = only(backend).report
     assert report.fallbacks == {"capture of 2 rows: no memory": 3}
-    assert (report.captures, report.replays, report.sizes, only(backend)._graphs) == (0, 0, [], {})
+    assert (report.captures, report.replays, report.sizes, only(backend)._bindings[0].graphs) == (0, 0, [], {})
     equal(cache.k, reference.k)
 
 
@@ -280,7 +324,7 @@ def test_reset_frees_everything_twice() -> None:
     assert runner._runtime.nbytes > 0
     for _ in range(2):
         torch._dynamo.reset()
-        assert (runner._runtime.nbytes, runner._graphs, runner._buffers) == (0, {}, {})
+        assert (runner._runtime.nbytes, runner._bindings) == (0, [])
     equal(run(*cache.call(3, 2)), step(*reference.call(3, 2)))
 
 

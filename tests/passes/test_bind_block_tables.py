@@ -95,7 +95,7 @@ def test_layers_of_a_group_share_one_stable_buffer_and_results_are_right() -> No
     assert bound["verify", "m.layers.0"] == bound["draft.0", "m.layers.1"]
     assert bound["verify", "m.layers.2"] == bound["draft.0", "m.layers.2"]
     assert len(set(bound.values())) == 2
-    (buffers,) = runner._buffers.values()
+    (buffers,) = runner._bindings[0].buffers.values()
     assert sum(name.startswith("block_table.") for name in buffers.buffers) == 2
     assert report.graphs[0].captures == 1
     torch.testing.assert_close(results, two_groups(*args), rtol=0, atol=0)

@@ -58,9 +58,13 @@ def test_what_is_left_and_why():
         return torch.randn(3, 1, VOCAB).mul(2.0).scatter(-1, ids, scores)[:, 0].argmax(-1)
 
     def over_rows(ids, scores):
-        return torch.full((3, 1, VOCAB), -9.0).scatter(-1, ids, scores)[:, 0].argmax(0)
+        return torch.full((3, 1, VOCAB), -torch.inf).scatter(-1, ids, scores)[:, 0].argmax(0)
 
-    for fn, reason in ((computed, "scattered over computed values"), (over_rows, "not over the vocabulary")):
+    def over_zeros(ids, scores):
+        return torch.full((3, 1, VOCAB), 0.0).scatter(-1, ids, scores)[:, 0].argmax(-1)
+
+    lower = "values that need not be lower"
+    for fn, reason in ((computed, lower), (over_zeros, lower), (over_rows, "not over the vocabulary")):
         result = candidate_argmax(make_fx(fn, tracing_mode="fake")(*args))
         assert result.changed == 0
         assert [r for r in result.left if reason in r]

@@ -81,3 +81,13 @@ def test_custom_writes_and_random_numbers_stay():
 
     gm = make_fx(lambda x: [torch.rand_like(x), torch.rand_like(x)])(torch.ones(2))
     assert eliminate_common_subexpressions(gm).changed == 0
+
+
+def test_fresh_buffers_that_are_written_stay_apart():
+    def step(x):
+        first, second = torch.zeros(3), torch.zeros(3)
+        first.add_(x)
+        return [first, second + 1]
+
+    gm, _ = check(step, torch.ones(3))
+    assert count(gm, aten.zeros.default) == 2

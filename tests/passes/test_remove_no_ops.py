@@ -59,4 +59,15 @@ def test_a_copy_of_a_written_input_stays():
 
     gm, result = run(fn, torch.zeros(3))
     assert aten._to_copy.default in targets(gm)
-    assert result.left == {"it copies an input the graph writes to": 1}
+    assert result.left == {"it copies a value the graph writes to": 1}
+
+
+def test_a_product_with_one_is_a_copy_when_its_input_is_written():
+    def fn(x, y):
+        old = x[:] * 1.0
+        x.add_(y)
+        return old
+
+    gm, result = run(fn, torch.zeros(3), torch.ones(3))
+    assert aten.mul.Tensor in targets(gm)
+    assert result.left == {"it copies a value the graph writes to": 1}
