@@ -152,7 +152,7 @@ class GraphRunner:
     def _arguments(self, args: list[Any], buffers: StableBuffers, sized: Values) -> list[Any]:
         """What the graph is captured with: static inputs, stable buffers, host integers."""
         rows = None if self.plan.rows is None else sized[self.plan.rows]
-        found = []
+        found: list[Any] = []
         for item in self.plan.inputs:
             if item.dtype is None and item.shape:
                 found.append(evaluate(item.shape[0], sized))

@@ -33,14 +33,14 @@ def _write_back(graph: Graph, node: Node) -> None:
     returns = first_base(op)  # type: ignore[arg-type]
     single = len(op._schema.returns) == 1  # type: ignore[union-attr]
     for user in list(node.users):
-        index: Any = user.args[1]
-        if index >= returns:
-            user.replace_all_uses_with(bases[index - returns])  # type: ignore
+        position: Any = user.args[1]
+        if position >= returns:
+            user.replace_all_uses_with(bases[position - returns])  # type: ignore
         elif single:
             call.meta["val"] = user.meta.get("val")
             user.replace_all_uses_with(call)
         else:
-            user.args = (call, index)
+            user.args = (call, position)
             continue
         graph.erase_node(user)
     graph.erase_node(node)
