@@ -74,9 +74,7 @@ class GraphDump:
         report = self.report
         if report is None or report.plan is None:
             return {"inputs": [], "attention": [], "host_parameters": [], "passes": [], "sizes": []}
-        passes = [
-            {"name": p.name, "changed": p.changed, "seconds": p.seconds, "left": dict(p.left)} for p in report.passes
-        ]
+        passes = [p.to_dict() for p in report.passes]
         return {**plan_to_dict(report.plan), "passes": passes, "sizes": sorted(report.sizes)}
 
     def markdown(self) -> Iterator[str]:

@@ -45,9 +45,7 @@ class GraphReport:
             "name": self.name,
             "recompile": self.recompile,
             "nodes": self.nodes,
-            "passes": [
-                {"name": p.name, "changed": p.changed, "seconds": p.seconds, "left": dict(p.left)} for p in self.passes
-            ],
+            "passes": [p.to_dict() for p in self.passes],
             "bindings": [
                 {"layer": a.layer, "phase": a.phase, "group": a.group, "block_table": a.block_table}
                 for a in (self.plan.attention if self.plan else ())

@@ -4,6 +4,8 @@ Large heads (256, 512) are what Gemma 4 has and what fused attention on Ascend r
 platform's table; heads that are legal as they are stay.
 """
 
+from dataclasses import replace
+
 import torch
 from torch.fx import Graph, GraphModule, Node
 
@@ -17,12 +19,13 @@ from gemma_npu_compile.passes.result import PassResult
 aten = torch.ops.aten
 
 
-def _facts(node: Node, layout: str) -> AttentionCall:
+def _facts(node: Node) -> AttentionCall:
+    """What the platform is asked about a TND node."""
     query, cache = argument(node, "query").meta["val"], argument(node, "key_cache").meta["val"]
     rows = argument(node, "block_table").meta["val"].shape[0]
     q_len = query.shape[0] // rows
     return AttentionCall(
-        layout=layout,
+        layout="TND",
         head_dim=int(query.shape[2]),
         q_len=int(q_len),
         heads=int(query.shape[1]),
@@ -78,13 +81,12 @@ def large_heads_to_bnsd(gm: GraphModule, *, platform: Platform) -> PassResult:
         if argument(node, "query_lens") is not None:
             result.left["ragged queries (a prefill, which is not captured)"] += 1
             continue
-        facts = _facts(node, "TND")
+        facts = _facts(node)
         verdict = platform.judge(facts)
         if verdict.legal:
             result.left[verdict.rule] += 1
             continue
-        bnsd = AttentionCall("BNSD", facts.head_dim, facts.q_len, facts.heads, facts.kv_heads, facts.block_size)
-        other = platform.judge(bnsd)
+        other = platform.judge(replace(facts, layout="BNSD"))
         if not other.legal:
             raise CompileError(
                 f"attention of layer {argument(node, 'layer')} is legal in no layout on {platform.name}: TND: "

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch.fx import GraphModule
 
@@ -51,6 +52,10 @@ class PassRecord:
     seconds: float = 0.0
     nodes_before: int = 0
     nodes_after: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, as reports and dumps show it."""
+        return {"name": self.name, "changed": self.changed, "seconds": self.seconds, "left": dict(self.left)}
 
     def __str__(self) -> str:
         left = "".join(f"; left {count}: {reason}" for reason, count in self.left.items())
