@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from gemma_npu_compile.errors import CaptureError
 from gemma_npu_compile.graphs.memory import Layout, Pool
 from gemma_npu_compile.graphs.plan import dim
+from gemma_npu_compile.ops.library import KERNELS, Kernel
 from gemma_npu_compile.passes.fx import where
 
 aten = torch.ops.aten
@@ -198,6 +199,13 @@ class HostGraph:
                     layout.release(offset for offset, _ in offsets[owner])
         return offsets, layout.peak
 
+    def _check(self, kernel: Kernel, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What an eager call checks every time, once: shapes and host numbers are frozen from here on."""
+        try:
+            kernel.check(*args, **kwargs)
+        except (ValueError, RuntimeError) as error:
+            raise CaptureError(f"{self.name}: {where(node)}: {error}") from None
+
     def _record(
         self, node: Node, env: dict[Node, Any], offsets: dict[Node, list[tuple[int, _Spec]]], block: Tensor
     ) -> Any:
@@ -208,8 +216,11 @@ class HostGraph:
             return target(*args, **kwargs)  # host arithmetic and checks on sizes: done once, frozen
         if _is_view(target):
             return target(*args, **kwargs)
+        kernel = KERNELS.get(target)
+        if kernel is not None:
+            self._check(kernel, node, args, kwargs)
         if target._schema.is_mutable:
-            self.tasks.append(Task(node.name, target, args, kwargs))
+            self.tasks.append(Task(node.name, kernel.run if kernel is not None else target, args, kwargs))
             written = [a for a, s in zip(args, target._schema.arguments, strict=False) if s.is_write]
             return written[0] if len(written) == 1 else tuple(written)
         if target is aten.sym_size.int:
@@ -221,8 +232,10 @@ class HostGraph:
         if target in _COPIES:
             self.tasks.append(Task(node.name, aten.copy_.default, (buffers[0], args[0]), {}))
             return buffers[0]
-        out = to_out_variant(target)
-        if out is not None:
+        if kernel is not None:
+            out_ = buffers[0] if len(buffers) == 1 else tuple(buffers)
+            self.tasks.append(Task(node.name, kernel.run, args, {**kwargs, "out": out_}))
+        elif (out := to_out_variant(target)) is not None:
             names = get_out_arg_names(out)
             self.tasks.append(Task(node.name, out, args, {**kwargs, **dict(zip(names, buffers, strict=True))}))
         else:

@@ -5,7 +5,7 @@ import threading
 import torch
 from torch import Tensor
 
-from gemma_npu_compile.ops.library import NAMESPACE, define_functional
+from gemma_npu_compile.ops.library import NAMESPACE, define
 
 LAYOUTS = ("TND", "BNSD")
 
@@ -16,10 +16,11 @@ def _check(
     value_cache: Tensor,
     block_table: Tensor,
     kv_lens: Tensor,
-    window: int | None,
-    layout: str,
-    layer: str,
-    query_lens: Tensor | None,
+    scale: float,
+    window: int | None = None,
+    layout: str = "TND",
+    layer: str = "",
+    query_lens: Tensor | None = None,
 ) -> None:
     where = f"paged_attention of layer {layer!r}"
     if layout not in LAYOUTS:
@@ -131,7 +132,7 @@ def _attend(
     return context.permute(1, 3, 0, 2, 4).reshape(rows, q_len, heads, head_dim)
 
 
-def _cpu(
+def _run(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
@@ -145,7 +146,6 @@ def _cpu(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    _check(query, key_cache, value_cache, block_table, kv_lens, window, layout, layer, query_lens)
     out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
     rows, width = block_table.shape
     if query.numel() == 0:
@@ -184,27 +184,11 @@ def _cpu(
     return out
 
 
-def _fake(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    kv_lens: Tensor,
-    scale: float,
-    window: int | None = None,
-    layout: str = "TND",
-    layer: str = "",
-    query_lens: Tensor | None = None,
-) -> Tensor:
-    _check(query, key_cache, value_cache, block_table, kv_lens, window, layout, layer, query_lens)
-    return torch.empty_like(query, memory_format=torch.contiguous_format)
-
-
-define_functional(
+define(
     "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor kv_lens, "
     "float scale, int? window=None, str layout='TND', str layer='', Tensor? query_lens=None) -> Tensor",
-    cpu=_cpu,
-    fake=_fake,
+    check=_check,
+    run=_run,
 )
 
 

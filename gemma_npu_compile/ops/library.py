@@ -1,9 +1,12 @@
-"""One ``torch.library.Library`` for the dialect, and the one way to define an operator with its out form.
+"""One ``torch.library.Library`` for the dialect, and the one way to define an operator.
 
-The out form exists because a captured graph writes every result to a fixed address (graphs/host.py).
+A kernel comes in two halves. ``check`` looks at shapes, dtypes and host numbers: eager calls and traces run it every
+time, a capture once, because it freezes them. ``run`` computes, and writes to given memory when it is handed ``out``:
+a captured graph has a fixed address for every result (graphs/host.py).
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,30 +15,62 @@ NAMESPACE = "gemma_npu"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 
-def define(signature: str, *, cpu: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Define ``gemma_npu::<signature>`` with a CPU kernel and a fake kernel.
+@dataclass(frozen=True)
+class Kernel:
+    """A CPU kernel a capture can record without the dispatcher in between.
+
+    Attributes:
+        check: takes the operator's arguments; raises ValueError when they do not fit. Reads no tensor contents.
+        run: takes the operator's arguments and, for an operator with results, ``out``: None to allocate, or the
+            tensor (a tuple of tensors for several results) to write to.
+    """
+
+    check: Callable[..., None]
+    run: Callable[..., Any]
+
+
+KERNELS: dict[torch._ops.OpOverload, Kernel] = {}
+"""Kernels by operator; of the dialect, and of emulated platform operators."""
+
+
+def implement(
+    library: torch.library.Library, op: torch._ops.OpOverload, kernel: Kernel, fake: Callable[..., Any]
+) -> None:
+    """Register ``kernel`` and its fake for an operator whose schema ``library`` defined.
+
+    Args:
+        fake: results for fake and meta tensors; called after ``kernel.check``.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        kernel.check(*args, **kwargs)
+        return kernel.run(*args, **kwargs)
+
+    def trace(*args: Any, **kwargs: Any) -> Any:
+        kernel.check(*args, **kwargs)
+        return fake(*args, **kwargs)
+
+    name = op._schema.name
+    library.impl(name.split("::")[1], run, "CPU")
+    torch.library.register_fake(name, trace, lib=library)
+    KERNELS[op] = kernel
+
+
+def empty_like(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The usual fake: one contiguous result of the first argument's shape and dtype."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def define(
+    signature: str, *, check: Callable[..., None], run: Callable[..., Any], fake: Callable[..., Any] = empty_like
+) -> None:
+    """Define ``gemma_npu::<signature>``.
 
     Args:
         signature: schema without namespace, for example ``"rotary(Tensor x, Tensor cos, Tensor sin) -> Tensor"``.
-        cpu: kernel for CPU tensors.
-        fake: kernel for fake and meta tensors; it checks what can be checked without data.
+        check, run: of the :class:`Kernel`.
+        fake: results for fake and meta tensors.
     """
-    name = signature.split("(", 1)[0]
     LIBRARY.define(signature)
-    LIBRARY.impl(name, cpu, "CPU")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
-
-
-def define_functional(signature: str, *, cpu: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor]) -> None:
-    """Define an operator with one tensor result together with its ``.out`` overload.
-
-    ``cpu`` takes the operator's arguments and an optional ``out`` tensor of the result's shape and dtype; it writes to
-    ``out`` when given one, and allocates otherwise.
-    """
-    name, rest = signature.split("(", 1)
-    arguments = rest.rsplit(")", 1)[0]
-    define(signature, cpu=cpu, fake=fake)
-    star = "" if "*," in arguments else "*, "
-    LIBRARY.define(f"{name}.out({arguments}, {star}Tensor(a!) out) -> Tensor(a!)", tags=(torch.Tag.out,))
-    LIBRARY.impl(f"{name}.out", cpu, "CPU")
-    torch.library.register_fake(f"{NAMESPACE}::{name}.out", lambda *args, out, **kwargs: out, lib=LIBRARY)
+    op = getattr(getattr(torch.ops, NAMESPACE), signature.split("(", 1)[0]).default
+    implement(LIBRARY, op, Kernel(check, run), fake)

@@ -7,7 +7,7 @@ to the cache and to nobody behind it; this node carries it to the runtime, and t
 import torch
 from torch import Tensor
 
-from gemma_npu_compile.ops.library import NAMESPACE, define_functional
+from gemma_npu_compile.ops.library import NAMESPACE, define
 
 
 def _check(rows: Tensor, padding: Tensor) -> None:
@@ -21,17 +21,11 @@ def _check(rows: Tensor, padding: Tensor) -> None:
             raise ValueError(f"row_padding: axis {axis} of the input is {given} wide, its padding {expected}")
 
 
-def _cpu(rows: Tensor, padding: Tensor, *, out: Tensor | None = None) -> Tensor:
-    _check(rows, padding)
+def _run(rows: Tensor, padding: Tensor, *, out: Tensor | None = None) -> Tensor:
     return rows.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(rows)
 
 
-def _fake(rows: Tensor, padding: Tensor) -> Tensor:
-    _check(rows, padding)
-    return torch.empty_like(rows, memory_format=torch.contiguous_format)
-
-
-define_functional("row_padding(Tensor rows, Tensor padding) -> Tensor", cpu=_cpu, fake=_fake)
+define("row_padding(Tensor rows, Tensor padding) -> Tensor", check=_check, run=_run)
 
 
 def row_padding(rows: Tensor, padding: Tensor) -> Tensor:

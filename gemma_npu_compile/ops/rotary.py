@@ -7,7 +7,7 @@ query-only form exists.
 import torch
 from torch import Tensor
 
-from gemma_npu_compile.ops.library import NAMESPACE, define, define_functional
+from gemma_npu_compile.ops.library import NAMESPACE, define, empty_like
 
 
 def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -22,7 +22,6 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) -> Tensor:
-    _check(x, cos, sin)
     wide = x.float()
     left, right = wide.chunk(2, dim=-1)
     turned = torch.cat((-right, left), dim=-1)
@@ -30,16 +29,24 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) -
     return result.to(x.dtype).contiguous() if out is None else out.copy_(result)
 
 
-def _fake(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    _check(x, cos, sin)
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def _check_qk(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
+    _check(query, cos, sin)
+    _check(key, cos, sin)
 
 
-define_functional("rotary(Tensor x, Tensor cos, Tensor sin) -> Tensor", cpu=_rotate, fake=_fake)
+def _rotate_qk(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, out: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    to = (None, None) if out is None else out
+    return _rotate(query, cos, sin, out=to[0]), _rotate(key, cos, sin, out=to[1])
+
+
+define("rotary(Tensor x, Tensor cos, Tensor sin) -> Tensor", check=_check, run=_rotate)
 define(
     "rotary_qk(Tensor query, Tensor key, Tensor cos, Tensor sin) -> (Tensor, Tensor)",
-    cpu=lambda query, key, cos, sin: (_rotate(query, cos, sin), _rotate(key, cos, sin)),
-    fake=lambda query, key, cos, sin: (_fake(query, cos, sin), _fake(key, cos, sin)),
+    check=_check_qk,
+    run=_rotate_qk,
+    fake=lambda query, key, cos, sin: (empty_like(query), empty_like(key)),
 )
 
 

@@ -26,8 +26,7 @@ def _check(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, s
         raise ValueError(f"store_kv: keys, values and caches must have one dtype, got {dtypes}")
 
 
-def _cpu(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-    _check(key, value, key_cache, value_cache, slots)
+def _run(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
     index = slots.long()
     key_cache.view(-1, *key_cache.shape[2:]).index_copy_(0, index, key)
     value_cache.view(-1, *value_cache.shape[2:]).index_copy_(0, index, value)
@@ -35,8 +34,9 @@ def _cpu(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slo
 
 define(
     "store_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slots) -> ()",
-    cpu=_cpu,
-    fake=_check,
+    check=_check,
+    run=_run,
+    fake=lambda *args: None,
 )
 
 

@@ -15,6 +15,7 @@ from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding, apply_rotary_pos_emb
 
 from gemma_npu_compile.ops import rotary, rotary_qk
+from gemma_npu_compile.ops.library import KERNELS
 
 OPS = torch.ops.gemma_npu
 CONFIG = Gemma4TextConfig(
@@ -105,7 +106,7 @@ def test_strided_input_gives_the_same_numbers() -> None:
 def test_out_writes_to_the_given_address() -> None:
     x, (cos, sin) = states(5, 3, 16, dtype=torch.bfloat16), tables("sliding_attention", 5, torch.bfloat16)
     out = torch.full_like(x, torch.nan)
-    returned = OPS.rotary.out(x, cos, sin, out=out)
+    returned = KERNELS[OPS.rotary.default].run(x, cos, sin, out=out)
     assert returned.data_ptr() == out.data_ptr()
     assert torch.equal(out, rotary(x, cos, sin))
 
@@ -141,14 +142,12 @@ def test_joint_form_checks_the_key_too() -> None:
         rotary_qk(states(5, 3, 16), states(4, 1, 16), cos, sin)
 
 
-@pytest.mark.parametrize("name", ["default", "out", "qk"])
+@pytest.mark.parametrize("name", ["default", "qk"])
 def test_opcheck(name: str) -> None:
     x, (cos, sin) = states(5, 3, 16), tables("sliding_attention", 5)
     utils = ("test_schema", "test_faketensor")
     if name == "qk":
         torch.library.opcheck(OPS.rotary_qk.default, (x, states(5, 1, 16), cos, sin), test_utils=utils)
-    elif name == "out":
-        torch.library.opcheck(OPS.rotary.out, (x, cos, sin), {"out": torch.zeros(5, 3, 16)}, test_utils=utils)
     else:
         torch.library.opcheck(OPS.rotary.default, (x, cos, sin), test_utils=utils)
 
