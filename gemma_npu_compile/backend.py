@@ -19,6 +19,7 @@ from gemma_npu_compile.dump import current as current_dump
 from gemma_npu_compile.errors import CompileError
 from gemma_npu_compile.graphs.plan import make_plan
 from gemma_npu_compile.graphs.runner import GraphRunner
+from gemma_npu_compile.ops.npu import emulate
 from gemma_npu_compile.options import Options
 from gemma_npu_compile.passes import run_passes
 from gemma_npu_compile.passes.fx import placeholders
@@ -125,13 +126,22 @@ class Backend:
             files.write("traced", gm)
         start = time.perf_counter()
         after = files.write if files is not None else None
-        report.passes = run_passes(gm, platform=target, disable=options.disable_passes, after=after)
+        with emulate(target):
+            report.passes = run_passes(
+                gm,
+                platform=target,
+                kv_lens=options.kv_lens,
+                skip_softcap=options.skip_softcap,
+                merge_weights=options.merge_weights,
+                disable=options.disable_passes,
+                after=after,
+            )
         report.seconds["passes"] = time.perf_counter() - start
         report.nodes = len(gm.graph.nodes)
         report.plan = make_plan(gm, static)
         if files is not None:
             files.report = report
-        return GraphRunner(gm, report.plan, options, report)
+        return GraphRunner(gm, report.plan, options, report, target)
 
     def reset(self) -> None:
         """Free every captured graph and its memory. Called by ``torch._dynamo.reset()``; may be called twice."""

@@ -26,6 +26,7 @@ class AttentionCall:
         layout: ``TND``, ``BNSD``, ``BSND`` or ``BSH``.
         q_len: queries per row.
         block_size: of the paged cache; None for dense keys.
+        mask: ``"none"``, ``"causal"`` (sparse modes 2, 3), ``"band"`` (sparse mode 4) or ``"full"`` (an explicit mask).
     """
 
     layout: str
@@ -34,6 +35,7 @@ class AttentionCall:
     heads: int
     kv_heads: int
     block_size: int | None
+    mask: str = "none"
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class AttentionRule:
         q_len: ``"1"`` or ``">1"``.
         paged: whether keys come through a block table.
         block_multiple, block_max: for legal paged calls; a block size outside makes the call illegal.
+        masks: for legal calls; another form of mask makes the call illegal.
         error: what the operator says, for an illegal call.
         source: document, source or report behind the row.
     """
@@ -57,6 +60,7 @@ class AttentionRule:
     paged: bool | None = None
     block_multiple: int | None = None
     block_max: int | None = None
+    masks: tuple[str, ...] | None = None
     error: str = ""
 
     def matches(self, call: AttentionCall) -> bool:
@@ -80,11 +84,40 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class FusedOperator:
+    """An ``npu::`` operator of a platform and what limits its last axis.
+
+    Attributes:
+        max_dim, dims, multiple: of the last axis.
+        source: document behind the limits.
+    """
+
+    name: str
+    source: str
+    max_dim: int | None = None
+    dims: tuple[int, ...] | None = None
+    multiple: int = 1
+
+    def judge(self, last_dim: int) -> Verdict:
+        """Whether the operator takes a last axis of ``last_dim``."""
+        limits = (
+            (self.max_dim is None or last_dim <= self.max_dim, f"at most {self.max_dim}"),
+            (self.dims is None or last_dim in self.dims, f"one of {self.dims}"),
+            (last_dim % self.multiple == 0, f"a multiple of {self.multiple}"),
+        )
+        for holds, limit in limits:
+            if not holds:
+                return Verdict(False, f"{self.name}: the last axis is {last_dim}, it must be {limit}", self.source)
+        return Verdict(True, f"{self.name} takes a last axis of {last_dim}", self.source)
+
+
+@dataclass(frozen=True)
 class Platform:
-    """One SoC (or the CPU): attention rules, first match decides, and general limits.
+    """One SoC (or the CPU): attention rules, first match decides, general limits, and fused operators.
 
     Attributes:
         max_group: largest ``heads / kv_heads``; None for no limit.
+        operators: what the dialect can be lowered to; none on the CPU, which runs the dialect's own kernels.
     """
 
     name: str
@@ -92,6 +125,14 @@ class Platform:
     max_heads: int | None = None
     max_group: int | None = None
     head_multiple: int = 1
+    operators: tuple[FusedOperator, ...] = ()
+
+    def operator(self, name: str, last_dim: int = 1) -> Verdict:
+        """Whether the platform has operator ``npu::<name>`` for a last axis of ``last_dim``."""
+        for each in self.operators:
+            if each.name == name:
+                return each.judge(last_dim)
+        return Verdict(False, f"{self.name} has no {name}", "the platform's table")
 
     def judge(self, call: AttentionCall) -> Verdict:
         """Whether ``call`` is legal here, and why."""
@@ -123,11 +164,18 @@ class Platform:
             return Verdict(False, rule, row.source)
         if size is not None and row.block_max is not None and size > row.block_max:
             return Verdict(False, f"block size {size} exceeds {row.block_max}", row.source)
+        if row.masks is not None and call.mask not in row.masks:
+            queries = "one query" if call.q_len == 1 else f"{call.q_len} queries"
+            rule = f"{call.layout} with {queries} takes no {call.mask} mask (only {', '.join(row.masks)})"
+            return Verdict(False, rule, row.source)
         return Verdict(True, f"{call.layout} with head size {call.head_dim} is legal", row.source)
 
 
+_ONE = ("none", "causal", "full")  # one query ignores the sparse modes: a causal mask hides nothing, a band would
+_TND = ("none", "causal", "band")  # an explicit mask has an axis of queries per row, which packed queries lack
+_TND_ONE = ("none", "causal")
 _A2 = (
-    AttentionRule(True, DOCUMENT, "BNSD", None, 512, "1", True, block_multiple=16, block_max=512),
+    AttentionRule(True, DOCUMENT, "BNSD", None, 512, "1", True, block_multiple=16, block_max=512, masks=_ONE),
     AttentionRule(True, f"{DOCUMENT}; {TILING}", "BNSD", None, 512, ">1", True, block_multiple=128, block_max=512),
     AttentionRule(True, DOCUMENT, "BNSD", None, 512, None, False),
     AttentionRule(
@@ -144,9 +192,13 @@ _A2 = (
         (256,),
         error="561002: queryD(256) must be 192/128/64 (rejected on some CANN builds)",
     ),
-    AttentionRule(True, DOCUMENT, "TND", (64, 128, 192), None, "1", True, block_multiple=16, block_max=512),
-    AttentionRule(True, DOCUMENT, "TND", (64, 128, 192), None, ">1", True, block_multiple=128, block_max=512),
-    AttentionRule(True, DOCUMENT, "TND", (64, 128, 192), None, None, False),
+    AttentionRule(
+        True, DOCUMENT, "TND", (64, 128, 192), None, "1", True, block_multiple=16, block_max=512, masks=_TND_ONE
+    ),
+    AttentionRule(
+        True, DOCUMENT, "TND", (64, 128, 192), None, ">1", True, block_multiple=128, block_max=512, masks=_TND
+    ),
+    AttentionRule(True, DOCUMENT, "TND", (64, 128, 192), None, None, False, masks=_TND),
     AttentionRule(True, DOCUMENT, "BSND", None, 512),
     AttentionRule(True, DOCUMENT, "BSH", None, 512),
 )
@@ -154,14 +206,28 @@ _A5 = (
     _A2[0],
     replace(_A2[1], source=DOCUMENT, block_max=1024),
     _A2[2],
-    AttentionRule(True, "not excluded by " + DOCUMENT, "TND", None, 512, block_multiple=16, block_max=1024),
+    AttentionRule(True, "not excluded by " + DOCUMENT, "TND", None, 512, "1", None, 16, 1024, _TND_ONE),
+    AttentionRule(True, "not excluded by " + DOCUMENT, "TND", None, 512, ">1", None, 16, 1024, _TND),
     *_A2[-2:],
 )
 
+_FUSED = (
+    FusedOperator("npu_fused_infer_attention_score", DOCUMENT, max_dim=512, multiple=16),
+    FusedOperator("npu_scatter_pa_kv_cache", "op-plugin document of npu_scatter_pa_kv_cache"),
+    FusedOperator("npu_rms_norm", "op-plugin document of npu_rms_norm"),
+    FusedOperator("npu_add_rms_norm", "op-plugin document of npu_add_rms_norm"),
+    FusedOperator("npu_rotary_mul", "op-plugin document of npu_rotary_mul", max_dim=895, multiple=2),
+    FusedOperator("npu_geglu", "op-plugin schema of npu_geglu", multiple=2),
+    FusedOperator("npu_gelu_mul", "op-plugin document of npu_gelu_mul", max_dim=1024, multiple=2),
+)
+_JOINT_ROTARY = FusedOperator(
+    "npu_apply_rotary_pos_emb", "op-plugin document of npu_apply_rotary_pos_emb", dims=(64, 128)
+)
+
 _TABLE = {
-    "ascend910b": Platform("ascend910b", _A2, max_heads=256, max_group=64, head_multiple=16),
-    "ascend910_93": Platform("ascend910_93", _A2, max_heads=256, max_group=64, head_multiple=16),
-    "ascend950": Platform("ascend950", _A5, max_heads=256, head_multiple=16),
+    "ascend910b": Platform("ascend910b", _A2, 256, 64, 16, (*_FUSED, _JOINT_ROTARY)),
+    "ascend910_93": Platform("ascend910_93", _A2, 256, 64, 16, (*_FUSED, _JOINT_ROTARY)),
+    "ascend950": Platform("ascend950", _A5, 256, None, 16, (*_FUSED, replace(_JOINT_ROTARY, dims=None))),
     "cpu": Platform("cpu", (AttentionRule(True, "gemma_npu::paged_attention, CPU kernel"),)),
 }
 assert tuple(_TABLE) == PLATFORMS

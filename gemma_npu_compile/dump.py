@@ -46,10 +46,20 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
                 "group": node.group,
                 "block_table": node.block_table,
                 "kv_len_source": node.kv_len_source,
+                "lengths": node.lengths,
             }
             for node in plan.attention
         ],
-        "host_parameters": [],
+        "host_parameters": [
+            {
+                "name": host.name,
+                "inputs": [item.label for item in plan.inputs if item.source in host.sources and item.layer is None],
+                "tasks": list(host.sites),
+                "bucket": host.block_size,
+                "capacity": host.capacity,
+            }
+            for host in plan.host
+        ],
     }
 
 
@@ -85,11 +95,12 @@ class GraphDump:
             yield "\nThe compilation did not finish; the last file shows the graph it stopped at."
             return
         yield f"\n{report.nodes} nodes, captured rows {sorted(report.sizes)}\n"
-        yield "| pass | changed | nodes | ms | left |"
-        yield "|---|---:|---:|---:|---|"
+        yield "| pass | changed | nodes | launches | ms | left |"
+        yield "|---|---:|---:|---:|---:|---|"
         for p in report.passes:
             left = "; ".join(f"{count} x {reason}" for reason, count in p.left.items())
-            yield f"| {p.name} | {p.changed} | {p.nodes_before} -> {p.nodes_after} | {p.seconds * 1e3:.1f} | {left} |"
+            nodes = f"{p.nodes_before} -> {p.nodes_after} | {p.launches_after}"
+            yield f"| {p.name} | {p.changed} | {nodes} | {p.seconds * 1e3:.1f} | {left} |"
         yield "\n| phase | layer | layout | head size | window | scale | group | block table | lengths from |"
         yield "|---|---|---|---:|---:|---:|---|---|---|"
         for a in report.plan.attention:

@@ -9,6 +9,7 @@ from gemma_npu_compile.errors import CompileError
 
 PLATFORMS = ("ascend910b", "ascend910_93", "ascend950", "cpu")
 ON_FALLBACK = ("warn", "error")
+KV_LENS = ("device", "host")
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
@@ -33,6 +34,10 @@ class Options:
         capture_sizes: rows of the captured graphs; None for powers of two up to the rows the inputs were made for
             (``max_rows`` of the cache). That ceiling is always added. Size 1 becomes 2: torch traces one row apart.
         capabilities: a JSON file with rules to put in front of the platform's table (capabilities.py).
+        kv_lens: ``"device"`` hides keys behind lengths with a mask computed on the device; the host knows lengths in
+            buckets only. ``"host"`` hands exact lengths of full-attention layers to the operator at every replay.
+        skip_softcap: take the argmax of logits before their soft cap; other tokens only where the cap makes a tie.
+        merge_weights: compute gate and up projections as one product of a merged copy of both weights.
         on_fallback: ``"warn"`` runs an uncaptured call and warns once per reason; ``"error"`` raises instead.
         max_captures: captured graphs per compiled graph, for graphs whose inputs have no declared row padding.
         disable_passes: names of passes to leave out (``gemma_npu_compile.passes.PASSES``).
@@ -44,6 +49,9 @@ class Options:
     platform: str = "ascend910b"
     capture: bool = True
     capture_sizes: tuple[int, ...] | None = None
+    kv_lens: str = "device"
+    skip_softcap: bool = False
+    merge_weights: bool = False
     on_fallback: str = "warn"
     max_captures: int = 16
     disable_passes: tuple[str, ...] = field(default=())
@@ -51,9 +59,11 @@ class Options:
 
     def __post_init__(self) -> None:
         choice("platform", self.platform, PLATFORMS)
+        choice("kv_lens", self.kv_lens, KV_LENS)
         choice("on_fallback", self.on_fallback, ON_FALLBACK)
-        if not isinstance(self.capture, bool):
-            raise CompileError(f"capture is {self.capture!r}, it must be True or False")
+        for name in ("capture", "skip_softcap", "merge_weights"):
+            if not isinstance(getattr(self, name), bool):
+                raise CompileError(f"{name} is {getattr(self, name)!r}, it must be True or False")
         if isinstance(self.max_captures, bool) or not isinstance(self.max_captures, int) or self.max_captures < 1:
             raise CompileError(f"max_captures is {self.max_captures!r}, it must be a positive integer")
         object.__setattr__(self, "capture_sizes", self._sizes())

@@ -22,7 +22,9 @@ class GraphReport:
         captures: captured graphs.
         sizes: rows of each capture of a graph with declared row padding, in the order of capture.
         fallbacks: calls that ran uncaptured although capture was asked for, by reason.
+        host_updates: captured tasks whose host lengths were refreshed before a replay.
         pool_bytes, buffer_bytes: memory of intermediates over all sizes, and of stable inputs.
+        merged_bytes: of weights made of others (``merge_weights``).
     """
 
     name: str
@@ -35,9 +37,11 @@ class GraphReport:
     sizes: list[int] = field(default_factory=list)
     replays: int = 0
     eager_calls: int = 0
+    host_updates: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
     pool_bytes: int = 0
     buffer_bytes: int = 0
+    merged_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -56,9 +60,11 @@ class GraphReport:
             "captures": self.captures,
             "replays": self.replays,
             "eager_calls": self.eager_calls,
+            "host_updates": self.host_updates,
             "fallbacks": dict(self.fallbacks),
             "pool_bytes": self.pool_bytes,
             "buffer_bytes": self.buffer_bytes,
+            "merged_bytes": self.merged_bytes,
         }
 
     def lines(self) -> Iterator[str]:
@@ -69,13 +75,13 @@ class GraphReport:
             window = "all keys" if node.window is None else f"window {node.window}"
             yield (
                 f"  attention {node.phase}/{node.layer}: {node.layout}, head size {node.head_dim}, {window}, "
-                f"scale {node.scale:g}, {node.group}"
+                f"scale {node.scale:g}, {node.group}, lengths {node.lengths}"
             )
         if self.plan is not None and self.plan.unpadded is not None:
             yield f"  one capture per input size: {self.plan.unpadded}"
-        megabytes = (self.pool_bytes + self.buffer_bytes) / 2**20
+        megabytes = (self.pool_bytes + self.buffer_bytes + self.merged_bytes) / 2**20
         yield f"  {self.captures} captures, rows {self.sizes}, {megabytes:.1f} MiB"
-        yield f"  {self.replays} replays, {self.eager_calls} eager calls"
+        yield f"  {self.replays} replays, {self.host_updates} task updates, {self.eager_calls} eager calls"
         for reason, count in self.fallbacks.items():
             yield f"  fell back {count} times: {reason}"
 

@@ -211,7 +211,7 @@ class DraftVerifyStep(nn.Module):
         next_token = choice.gather(1, last).squeeze(1)
         next_hidden = states.gather(1, last.unsqueeze(2).expand(-1, -1, states.shape[2])).squeeze(1)
         next_len = seq_len + accepted.to(torch.int32) + 1
-        nothing = target_logits.new_empty(0)
+        nothing = states.new_empty(0)
         return StepOutput(
             tokens=choice,
             accepted=accepted,

@@ -18,7 +18,7 @@ from torch._library._out_variant import get_out_arg_names, to_out_variant
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from gemma_npu_compile.errors import CaptureError
+from gemma_npu_compile.errors import CaptureError, ReplayError
 from gemma_npu_compile.graphs.memory import Layout, Pool
 from gemma_npu_compile.graphs.plan import dim
 from gemma_npu_compile.ops.library import KERNELS, Kernel
@@ -55,6 +55,7 @@ class Task:
     kernel: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    check: Callable[..., None] = lambda *args, **kwargs: None
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ class HostGraph:
 
     Args:
         gm: the final graph.
-        args: a tensor or int per placeholder: static inputs and views of stable buffers. They are owned from here on.
+        args: per placeholder a tensor (a static input, or a view of a stable buffer), an int, or a list of host
+            integers. They are owned from here on.
         values: value of each symbol.
         pool: where intermediates live.
         name: for errors, for example ``"size 4"``.
@@ -92,6 +94,7 @@ class HostGraph:
     Attributes:
         outputs: the graph's results, at fixed addresses until the next replay of any graph of the pool.
         tasks: recorded kernel calls.
+        host: the host lists as they are frozen now.
     """
 
     def __init__(
@@ -101,6 +104,8 @@ class HostGraph:
         self._values = values
         self._sizes: dict[sympy.Expr, int] = {}
         self.tasks: list[Task] = []
+        args = [list(arg) if isinstance(arg, list) else arg for arg in args]
+        self.host: list[list[int]] = [arg for arg in args if isinstance(arg, list)]
         nodes = list(gm.graph.nodes)
         self._refuse(nodes)
         offsets, peak = self._plan_memory(nodes)
@@ -119,12 +124,35 @@ class HostGraph:
             else:
                 self.outputs: list[Any] = [env[r] if isinstance(r, Node) else r for r in node.args[0]]  # type: ignore
         self._calls = [(t.kernel, t.args, t.kwargs) for t in self.tasks]
+        self._readers = [
+            [task for task in self.tasks if any(each is values for each in (*task.args, *task.kwargs.values()))]
+            for values in self.host
+        ]
 
     @torch.no_grad()
     def replay(self) -> None:
         """Run the recorded kernels once, in order."""
         for kernel, args, kwargs in self._calls:
             kernel(*args, **kwargs)
+
+    def update(self, index: int, values: list[int]) -> int:
+        """Give the tasks that read host list ``index`` new contents; returns how many that were (0: nothing changed).
+
+        Raises:
+            ReplayError: an operator refuses the new values; nothing was changed.
+        """
+        current = self.host[index]
+        if current == values:
+            return 0
+        before = list(current)
+        current[:] = values
+        for task in self._readers[index]:
+            try:
+                task.check(*task.args, **{name: each for name, each in task.kwargs.items() if name != "out"})
+            except (ValueError, RuntimeError) as error:
+                current[:] = before
+                raise ReplayError(f"{self.name}: {task.node}: {error}; nothing was run") from None
+        return len(self._readers[index])
 
     # ---- capture
 
@@ -233,8 +261,8 @@ class HostGraph:
             self.tasks.append(Task(node.name, aten.copy_.default, (buffers[0], args[0]), {}))
             return buffers[0]
         if kernel is not None:
-            out_ = buffers[0] if len(buffers) == 1 else tuple(buffers)
-            self.tasks.append(Task(node.name, kernel.run, args, {**kwargs, "out": out_}))
+            into = buffers[0] if len(buffers) == 1 else tuple(buffers)
+            self.tasks.append(Task(node.name, kernel.run, args, {**kwargs, "out": into}, kernel.check))
         elif (out := to_out_variant(target)) is not None:
             names = get_out_arg_names(out)
             self.tasks.append(Task(node.name, out, args, {**kwargs, **dict(zip(names, buffers, strict=True))}))

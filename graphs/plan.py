@@ -7,7 +7,10 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from gemma_npu_compile.passes.fx import argument, written_roots
+from gemma_npu_compile.passes.fx import written_roots
+from gemma_npu_compile.passes.host_lengths import HostLengths
+from gemma_npu_compile.passes.merge_gate_up import MergedWeight
+from gemma_npu_compile.passes.sites import Attention, label, record
 
 Dim: TypeAlias = "int | sympy.Expr"
 Values: TypeAlias = "dict[sympy.Symbol, int]"
@@ -81,26 +84,11 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Attention:
-    """One attention node and the inputs it depends on."""
-
-    layer: str
-    phase: str
-    layout: str
-    heads: int
-    head_dim: int
-    window: int | None
-    scale: float
-    group: str | None
-    block_table: str
-    kv_len_source: str
-
-
-@dataclass(frozen=True)
 class Plan:
     """Inputs, outputs and sizes of a graph.
 
     Attributes:
+        extras: what the graph takes behind its inputs and how it follows from them: host lists and merged weights.
         rows: the symbol of the row count when every input that has rows has declared padding, else None.
         max_rows: rows the inputs' paddings allow; None without ``rows``.
         unpadded: why there is no ``rows``.
@@ -110,10 +98,16 @@ class Plan:
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
     attention: tuple[Attention, ...]
+    extras: tuple[HostLengths | MergedWeight, ...]
     symbols: tuple[sympy.Symbol, ...]
     rows: sympy.Symbol | None
     max_rows: int | None
     unpadded: str | None = None
+
+    @property
+    def host(self) -> tuple[HostLengths, ...]:
+        """The host lists, in the order of the graph."""
+        return tuple(each for each in self.extras if isinstance(each, HostLengths))
 
     def values(self, args: list[Any]) -> Values:
         """Value of every symbol, read from the arguments of a call."""
@@ -125,19 +119,6 @@ class Plan:
                 if isinstance(expr, sympy.Symbol):
                     found[expr] = int(size)
         return found
-
-
-def _label(node: Node) -> str:
-    return str(node.meta.get("label", node.name))
-
-
-def _origin(node: Any) -> Node | None:
-    """The placeholder a value is computed from along first arguments (``seq_len + 4`` comes from ``seq_len``)."""
-    while isinstance(node, Node) and node.op == "call_function":
-        node = next((a for a in node.args if isinstance(a, Node)), None)
-        if node is None:
-            return None
-    return node if isinstance(node, Node) and node.op == "placeholder" else None
 
 
 def _reached(start: Node, targets: tuple[Any, ...], through: tuple[Any, ...]) -> bool:
@@ -154,32 +135,11 @@ def _reached(start: Node, targets: tuple[Any, ...], through: tuple[Any, ...]) ->
     return False
 
 
-def _attention_nodes(gm: GraphModule) -> tuple[list[Attention], set[Node]]:
-    records, lengths = [], set()
-    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.gemma_npu.paged_attention.default):
-        arg = {each.name: argument(node, each.name) for each in node.target._schema.arguments}
-        table = arg["block_table"]
-        binding = table.meta.get("table")
-        origin = _origin(arg["kv_lens"])
-        if origin is not None:
-            lengths.add(origin)
-        phase, _, layer = arg["layer"].rpartition("/")
-        shape = arg["query"].meta["val"].shape
-        records.append(
-            Attention(
-                layer=layer,
-                phase=phase,
-                layout=arg["layout"],
-                heads=int(shape[1]),
-                head_dim=int(shape[-1]),
-                window=arg["window"],
-                scale=arg["scale"],
-                group=binding.group if binding else None,
-                block_table=table.name,
-                kv_len_source=_label(origin) if origin is not None else str(arg["kv_lens"]),
-            )
-        )
-    return records, lengths
+def _attention(gm: GraphModule) -> tuple[Attention, ...]:
+    """Records of all attention nodes, of the dialect and lowered ones."""
+    op = torch.ops.gemma_npu.paged_attention.default
+    found = (n.meta.get("attention") or (record(n) if n.target is op else None) for n in gm.graph.nodes)
+    return tuple(each for each in found if each is not None)
 
 
 def _output(result: Any) -> Output:
@@ -197,12 +157,18 @@ def make_plan(gm: GraphModule, static: set[int]) -> Plan:
         static: argument indices whose addresses do not change between calls.
     """
     aten = torch.ops.aten
-    nodes = gm.graph.find_nodes(op="placeholder")
+    everything = gm.graph.find_nodes(op="placeholder")
+    extras = tuple(n.meta.get("host") or n.meta["merged"] for n in everything if "source" not in n.meta)
+    nodes = everything[: len(everything) - len(extras)]
+    if any("source" not in n.meta for n in nodes):
+        raise AssertionError("host lists and merged weights must stand behind the inputs")
     written = {n for n in written_roots(gm.graph) if n.op == "placeholder"}
-    attention, lengths = _attention_nodes(gm)
+    attention = _attention(gm)
+    lengths = {each.kv_len_input for each in attention}
     inputs: list[Input] = []
     symbols: dict[sympy.Symbol, None] = {}
     groups = {n.meta["source"]: n.meta["table"].group for n in nodes if "table" in n.meta}
+    merged = {source for extra in extras if isinstance(extra, MergedWeight) for source in extra.sources}
     paddings = {n.meta["padding"] for n in nodes if "padding" in n.meta}
     for node in nodes:
         fake, binding, padding = node.meta["val"], node.meta.get("table"), node.meta.get("padding")
@@ -213,7 +179,7 @@ def make_plan(gm: GraphModule, static: set[int]) -> Plan:
             role = "other"
             if node in paddings:
                 role = "padding"
-            elif not node.users:
+            elif not node.users and binding is None and node.meta["source"] not in merged:
                 role = "unused"
             elif group is not None:
                 role = "block_table"
@@ -221,7 +187,7 @@ def make_plan(gm: GraphModule, static: set[int]) -> Plan:
                 role = "cache"
             elif node.meta["source"] in static:
                 role = "parameter"
-            elif node in lengths:
+            elif node.name in lengths:
                 role = "lengths"
             elif _reached(node, (aten.embedding.default,), (aten.stack.default, aten.cat.default, aten.view.default)):
                 role = "token"
@@ -236,7 +202,7 @@ def make_plan(gm: GraphModule, static: set[int]) -> Plan:
         inputs.append(
             Input(
                 name=node.name,
-                label=_label(node),
+                label=label(node),
                 source=node.meta["source"],
                 role=role,
                 static=role == "cache" or node.meta["source"] in static or (role == "padding" and bool(node.users)),
@@ -251,7 +217,7 @@ def make_plan(gm: GraphModule, static: set[int]) -> Plan:
     rows, max_rows, unpadded = _rows(inputs, {n.meta["source"]: n.meta["val"] for n in nodes})
     (results,) = gm.graph.find_nodes(op="output")[0].args
     outputs = tuple(_output(r) for r in results)
-    return Plan(tuple(inputs), outputs, tuple(attention), tuple(symbols), rows, max_rows, unpadded)
+    return Plan(tuple(inputs), outputs, attention, extras, tuple(symbols), rows, max_rows, unpadded)
 
 
 def _rows(inputs: list[Input], values: dict[int, Any]) -> tuple[sympy.Symbol | None, int | None, str | None]:

@@ -9,11 +9,15 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from gemma_npu_compile.capabilities import Platform
+from gemma_npu_compile.capabilities import platform as get_platform
 from gemma_npu_compile.errors import CaptureError, ReplayError
 from gemma_npu_compile.graphs.buffers import StableBuffers
+from gemma_npu_compile.graphs.extras import Extras, MergedWeights, Read
 from gemma_npu_compile.graphs.plan import Plan, Values, evaluate
 from gemma_npu_compile.graphs.runtime import Captured, HostRuntime, Runtime
 from gemma_npu_compile.graphs.sizes import capture_sizes, size_for
+from gemma_npu_compile.ops.npu import emulate
 from gemma_npu_compile.options import Options
 from gemma_npu_compile.report import GraphReport
 
@@ -31,6 +35,7 @@ class _Binding:
     """Captures of one set of static addresses: one model with one cache."""
 
     addresses: dict[int, int]
+    merged: MergedWeights
     buffers: dict[Key, StableBuffers] = field(default_factory=dict)
     graphs: dict[Key, Captured] = field(default_factory=dict)
     refused: dict[Key, str] = field(default_factory=dict)
@@ -56,8 +61,12 @@ class GraphRunner:
         CompileError: a requested capture size is impossible for this graph.
     """
 
-    def __init__(self, gm: GraphModule, plan: Plan, options: Options, report: GraphReport) -> None:
+    def __init__(
+        self, gm: GraphModule, plan: Plan, options: Options, report: GraphReport, platform: Platform | None = None
+    ) -> None:
         self.gm, self.plan, self.options, self.report = gm, plan, options, report
+        self._platform = platform or get_platform(options.platform, options.capabilities)
+        self._extras = Extras(plan)
         self.sizes = capture_sizes(options.capture_sizes, plan.max_rows) if plan.max_rows is not None else ()
         self._lock = threading.Lock()
         self._runtime: Runtime = HostRuntime()
@@ -74,7 +83,7 @@ class GraphRunner:
         """
         values = self.plan.values(args)
         sized = dict(values)
-        with self._lock, torch.inference_mode(False), torch.no_grad():
+        with self._lock, torch.inference_mode(False), torch.no_grad(), emulate(self._platform):
             if self.plan.rows is not None:
                 rows = values[self.plan.rows]
                 if rows == 0:
@@ -89,7 +98,7 @@ class GraphRunner:
             binding = self._bind(args)
             key = self._key(sized)
             if self.options.capture and key not in binding.graphs:
-                reason = self._capture(binding, args, sized)
+                reason = self._capture(binding, args, values, sized)
                 if reason is not None:
                     return self._fall_back(reason, args)
             results = self._run(binding, args, values, sized)
@@ -103,11 +112,19 @@ class GraphRunner:
         buffers.load(args, rows, None if rows is None else sized[self.plan.rows])  # type: ignore[index]
         if not self.options.capture:
             self.report.eager_calls += 1
-            return list(self.gm(*self._arguments(args, buffers, sized)))
+            return list(self.gm(*self._arguments(binding, args, buffers, sized)))
         graph = binding.graphs[self._key(sized)]
+        for index, contents in enumerate(self._extras.host_lists(self._read(args, buffers, sized))):
+            self.report.host_updates += graph.update(index, contents)
+        binding.merged.tensors(args)
         graph.replay()
         self.report.replays += 1
         return graph.outputs
+
+    def _read(self, args: list[Any], buffers: StableBuffers, sized: Values) -> Read:
+        """What the captured graph reads for an input, padded rows included."""
+        rows = None if self.plan.rows is None else sized[self.plan.rows]
+        return lambda item: args[item.source] if item.buffer is None else buffers.view(item, rows)
 
     # ---- static inputs
 
@@ -121,7 +138,7 @@ class GraphRunner:
                 return self._bindings[-1]
         for known in self._bindings:
             self._refuse_half_moved(known.addresses, addresses)
-        self._bindings.append(_Binding(addresses))
+        self._bindings.append(_Binding(addresses, MergedWeights(self.plan)))
         del self._bindings[:-MAX_BINDINGS]
         return self._bindings[-1]
 
@@ -149,18 +166,18 @@ class GraphRunner:
             binding.buffers[key] = StableBuffers(self.plan.inputs, args, self.sizes[-1] if self.sizes else None)
         return binding.buffers[key]
 
-    def _arguments(self, args: list[Any], buffers: StableBuffers, sized: Values) -> list[Any]:
-        """What the graph is captured with: static inputs, stable buffers, host integers."""
-        rows = None if self.plan.rows is None else sized[self.plan.rows]
+    def _arguments(self, binding: _Binding, args: list[Any], buffers: StableBuffers, sized: Values) -> list[Any]:
+        """What the graph is captured with: static inputs, stable buffers, host integers, extras."""
+        read = self._read(args, buffers, sized)
         found: list[Any] = []
         for item in self.plan.inputs:
             if item.dtype is None and item.shape:
                 found.append(evaluate(item.shape[0], sized))
             else:
-                found.append(args[item.source] if item.buffer is None else buffers.view(item, rows))
-        return found
+                found.append(read(item))
+        return found + self._extras.all(read, binding.merged.tensors(args))
 
-    def _capture(self, binding: _Binding, args: list[Any], sized: Values) -> str | None:
+    def _capture(self, binding: _Binding, args: list[Any], values: Values, sized: Values) -> str | None:
         """Capture every size (padded rows), or the sizes of this call; or say why not, and keep nothing of it."""
         key = self._key(sized)
         if key in binding.refused:
@@ -174,11 +191,14 @@ class GraphRunner:
         start = time.perf_counter()
         buffers = self._buffers_for(binding, args, sized)
         buffers.check(args)
+        # Host lists are frozen at capture: with this call's contents in place they hold for the first replay.
+        largest = (None, None) if self.plan.rows is None else (values[self.plan.rows], self.sizes[-1])
+        buffers.load(args, *largest)
         graphs: dict[Key, Captured] = {}
         try:
             for each in wanted:
                 name = "capture" if self.plan.rows is None else f"capture of {each[self.plan.rows]} rows"
-                arguments = self._arguments(args, buffers, each)
+                arguments = self._arguments(binding, args, buffers, each)
                 graphs[self._key(each)] = self._runtime.capture(self.gm, arguments, each, name)
         except CaptureError as error:
             binding.refused.update((self._key(each), str(error)) for each in wanted)
@@ -194,6 +214,7 @@ class GraphRunner:
         )
         report.seconds["capture"] = report.seconds.get("capture", 0.0) + time.perf_counter() - start
         report.pool_bytes = self._runtime.nbytes
+        report.merged_bytes = sum(each.merged.nbytes for each in self._bindings)
         report.buffer_bytes = sum(b.nbytes for each in self._bindings for b in each.buffers.values())
         log.info("%s: %d captures, rows %s, pool %d bytes", report.name, len(graphs), report.sizes, report.pool_bytes)
         return None
@@ -210,7 +231,9 @@ class GraphRunner:
         return self._run_uncaptured(args)
 
     def _run_uncaptured(self, args: list[Any]) -> list[Any]:
-        return list(self.gm(*[args[i.source] for i in self.plan.inputs]))
+        merged = self._bind(args).merged.tensors(args) if self.plan.extras else []
+        extras = self._extras.all(lambda item: args[item.source], merged)
+        return list(self.gm(*[args[i.source] for i in self.plan.inputs], *extras))
 
     def free(self) -> None:
         """Drop captures, buffers and the pool; a later call captures anew. May be called again."""

@@ -16,6 +16,10 @@ class Captured(Protocol):
 
     def replay(self) -> None: ...
 
+    def update(self, index: int, values: list[int]) -> int:
+        """Refresh host list ``index`` in the tasks that read it; how many were updated, 0 when nothing changed."""
+        ...
+
 
 class Runtime(Protocol):
     """Captures graphs that share memory."""

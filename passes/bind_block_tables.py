@@ -6,41 +6,13 @@ the layer and the phase; inputs of one group are views of one stable buffer.
 """
 
 import re
-from dataclasses import dataclass
 
-import torch
 from torch.fx import GraphModule, Node
 
-import gemma_npu_compile.ops  # noqa: F401  (registers the dialect)
 from gemma_npu_compile.errors import CompileError
 from gemma_npu_compile.passes.fx import argument, placeholders
 from gemma_npu_compile.passes.result import PassResult
-
-
-@dataclass(frozen=True)
-class TableBinding:
-    """Where a block-table input belongs.
-
-    Attributes:
-        layer: ``"<model>.layers.<i>"``.
-        phase: ``"draft.<iteration>"`` or ``"verify"``, or what the caller named its phase.
-        group: ``"g<n>"``, numbered in the order of the function's table inputs.
-    """
-
-    layer: str
-    phase: str
-    group: str
-
-
-def attention_nodes(gm: GraphModule) -> list[Node]:
-    """The dialect's attention nodes in graph order."""
-    return gm.graph.find_nodes(op="call_function", target=torch.ops.gemma_npu.paged_attention.default)
-
-
-def _site(node: Node) -> tuple[str, str]:
-    """Phase and layer of an attention node."""
-    phase, _, layer = str(argument(node, "layer")).rpartition("/")
-    return phase or "step", layer or node.name
+from gemma_npu_compile.passes.sites import TableBinding, attention_nodes, site
 
 
 def _check_caches(nodes: list[Node]) -> None:
@@ -50,7 +22,7 @@ def _check_caches(nodes: list[Node]) -> None:
         cache, table = argument(node, "key_cache"), argument(node, "block_table")
         first, known = seen.setdefault(cache, (node, table))  # type: ignore[arg-type]
         if known is not table:
-            mine, theirs = "/".join(_site(node)), "/".join(_site(first))
+            mine, theirs = "/".join(site(node)), "/".join(site(first))
             raise CompileError(
                 f"layer {mine} reads its cache through block table {table}, but {theirs} reads the same cache through "
                 f"{known}: each cache belongs to one KV group"
@@ -65,7 +37,7 @@ def bind_block_tables(gm: GraphModule) -> PassResult:
     """
     result = PassResult()
     inputs = placeholders(gm)
-    unbound = [n for n in attention_nodes(gm) if "table" not in getattr(argument(n, "block_table"), "meta", {})]
+    unbound = [node for node in attention_nodes(gm) if "table" not in node.meta]
     _check_caches(unbound)
     tables = {argument(n, "block_table") for n in unbound}
     groups = {node: f"g{i}" for i, node in enumerate(n for n in inputs if n in tables)}
@@ -77,13 +49,14 @@ def bind_block_tables(gm: GraphModule) -> PassResult:
             continue
         assert isinstance(table, Node)
         assert last is not None
-        phase, layer = _site(node)
+        phase, layer = site(node)
         with gm.graph.inserting_after(last):
             bound = gm.graph.placeholder(re.sub(r"\W", "_", f"block_table_{phase}_{layer}"))
         bound.target = bound.name  # unique, while the name asked for may occur twice
         last = bound
         bound.meta.update(table.meta)
         bound.meta["table"] = TableBinding(layer, phase, groups[table])
+        node.meta["table"] = bound.name, bound.meta["table"]
         if len(node.args) > 3:
             node.update_arg(3, bound)
         else:

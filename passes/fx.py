@@ -68,6 +68,8 @@ def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
     node = graph.call_function(target, args, kwargs)
     fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), value)
     mode = detect_fake_mode([v for v in torch.utils._pytree.tree_leaves(fake_args) if isinstance(v, torch.Tensor)])
+    if mode is None:  # no tensor among the arguments (arange): the mode of the graph's inputs
+        mode = detect_fake_mode([n.meta.get("val") for n in graph.find_nodes(op="placeholder")])
     with mode if mode is not None else contextlib.nullcontext():
         node.meta["val"] = target(*fake_args, **fake_kwargs)
     return node
@@ -78,6 +80,19 @@ def copy_trace(new: Node, old: Node) -> None:
     for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten"):
         if key in old.meta:
             new.meta.setdefault(key, old.meta[key])
+
+
+def launches(graph: Graph) -> int:
+    """Kernels one run of the graph launches: operators on tensors that are no views."""
+
+    def launched(node: Node) -> bool:
+        target = node.target
+        if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or is_view(node):
+            return False
+        values = torch.utils._pytree.tree_leaves(node.meta.get("val"))
+        return target._schema.is_mutable or any(isinstance(each, torch.Tensor) for each in values)
+
+    return sum(map(launched, graph.nodes))
 
 
 def where(node: Node) -> str:

@@ -9,28 +9,28 @@ from dataclasses import replace
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-import gemma_npu_compile.ops  # noqa: F401  (registers the dialect)
 from gemma_npu_compile.capabilities import AttentionCall, Platform
 from gemma_npu_compile.errors import CompileError
-from gemma_npu_compile.passes.bind_block_tables import attention_nodes
+from gemma_npu_compile.passes.attention_masks import mask_form
 from gemma_npu_compile.passes.fx import argument, call, copy_trace
 from gemma_npu_compile.passes.result import PassResult
+from gemma_npu_compile.passes.sites import attention_nodes, query_len, row_count
 
 aten = torch.ops.aten
 
 
-def _facts(node: Node) -> AttentionCall:
-    """What the platform is asked about a TND node."""
+def attention_call(node: Node, kv_lens: str) -> AttentionCall:
+    """What the platform is asked about an attention node of the dialect."""
     query, cache = argument(node, "query").meta["val"], argument(node, "key_cache").meta["val"]
-    rows = argument(node, "block_table").meta["val"].shape[0]
-    q_len = query.shape[0] // rows
+    q_len = query_len(node)
     return AttentionCall(
-        layout="TND",
-        head_dim=int(query.shape[2]),
-        q_len=int(q_len),
+        layout=argument(node, "layout"),
+        head_dim=int(query.shape[-1]),
+        q_len=q_len,
         heads=int(query.shape[1]),
         kv_heads=int(cache.shape[2]),
         block_size=int(cache.shape[1]),
+        mask=mask_form(q_len, argument(node, "window"), kv_lens),
     )
 
 
@@ -63,8 +63,12 @@ def _rewrite(gm: GraphModule, node: Node, facts: AttentionCall) -> None:
     graph.erase_node(node)
 
 
-def large_heads_to_bnsd(gm: GraphModule, *, platform: Platform) -> PassResult:
+def large_heads_to_bnsd(gm: GraphModule, *, platform: Platform, kv_lens: str = "device") -> PassResult:
     """Rewrite each TND attention node that ``platform`` forbids to BNSD; carry scale, window, table and lengths.
+
+    Args:
+        kv_lens: how the operator will learn the lengths (lower_attention.py): device lengths need an explicit mask,
+            which packed queries cannot have.
 
     Raises:
         CompileError: a node is legal in neither layout; names layer, rule and source.
@@ -74,14 +78,13 @@ def large_heads_to_bnsd(gm: GraphModule, *, platform: Platform) -> PassResult:
         if argument(node, "layout") != "TND":
             result.left["already BNSD"] += 1
             continue
-        rows = argument(node, "block_table").meta["val"].shape[0]
-        if isinstance(rows, int) and rows == 0:
+        if isinstance(row_count(node), int) and row_count(node) == 0:
             result.left["no rows"] += 1
             continue
         if argument(node, "query_lens") is not None:
             result.left["ragged queries (a prefill, which is not captured)"] += 1
             continue
-        facts = _facts(node)
+        facts = attention_call(node, kv_lens)
         verdict = platform.judge(facts)
         if verdict.legal:
             result.left[verdict.rule] += 1

@@ -4,9 +4,22 @@ Every operand a replay needs is an argument of its node (block table, lengths, c
 beside the graph. Importing this package registers the schemas, the fake kernels and the CPU kernels.
 """
 
+from gemma_npu_compile.ops.activation import geglu, gelu_mul
 from gemma_npu_compile.ops.attention import paged_attention
+from gemma_npu_compile.ops.norm import add_rms_norm, rms_norm
 from gemma_npu_compile.ops.padding import row_padding
 from gemma_npu_compile.ops.rotary import rotary, rotary_qk
 from gemma_npu_compile.ops.store import slot_mapping, store_kv
 
-__all__ = ["paged_attention", "rotary", "rotary_qk", "row_padding", "slot_mapping", "store_kv"]
+__all__ = [
+    "add_rms_norm",
+    "geglu",
+    "gelu_mul",
+    "paged_attention",
+    "rms_norm",
+    "rotary",
+    "rotary_qk",
+    "row_padding",
+    "slot_mapping",
+    "store_kv",
+]

@@ -1,6 +1,9 @@
 """``gemma_npu::paged_attention``: attention over a paged KV cache, its metadata as operands."""
 
+import math
 import threading
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -56,26 +59,135 @@ def _check(
 
 
 _workspaces = threading.local()
+_CHUNK = 1 << 20
+"""Bytes of keys fetched at a time: what is multiplied next should still be in the processor's cache."""
+
+Fetch = Callable[[int, int, int], Tensor]
+"""``fetch(start, stop, length)``: the first ``length`` keys (or values) of rows ``start .. stop - 1`` in float32, as
+``(kv_heads, stop - start, length, head_dim)``. The memory is the next fetch's too."""
 
 
-def _workspace(name: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+def _workspace(name: str, size: int, dtype: torch.dtype) -> Tensor:
     """Memory that one kernel call uses and the next overwrites: fresh megabytes cost more than copying into them."""
-    size = shape[0] * shape[1]
     kept: Tensor | None = getattr(_workspaces, name, None)
     if kept is None or kept.numel() < size:
         with torch.inference_mode(False):  # it outlives the mode of this call
             kept = torch.empty(size, dtype=dtype)
         setattr(_workspaces, name, kept)
-    return kept[:size].view(shape)
+    return kept[:size]
 
 
-def _gather(cache: Tensor, blocks: Tensor, name: str) -> Tensor:
-    """Whole blocks of a cache, in float32, in a workspace: ``(len(blocks), elements of a block)``."""
+def _gather(cache: Tensor, blocks: Tensor) -> Tensor:
+    """Blocks (first axis) of a contiguous cache, in float32, in a workspace; flat."""
     flat = cache.view(cache.shape[0], -1)
-    shape = (blocks.shape[0], flat.shape[1])
+    count, size = blocks.shape[0], flat.shape[1]
     # Whole blocks are contiguous: index_select copies them several times faster than advanced indexing.
-    taken = torch.index_select(flat, 0, blocks, out=_workspace(f"{name}_{flat.dtype}", shape, flat.dtype))
-    return taken if flat.dtype == torch.float32 else _workspace(name, shape, torch.float32).copy_(taken)
+    space = _workspace(f"gather_{flat.dtype}", count * size, flat.dtype)
+    torch.index_select(flat, 0, blocks, out=space.view(count, size))
+    return space if flat.dtype == torch.float32 else _workspace("gather", count * size, torch.float32).copy_(space)
+
+
+def fetch_blocks(cache: Tensor, block_table: Tensor, heads_first: bool = False) -> Fetch:
+    """Keys of a paged cache.
+
+    Args:
+        cache: ``(blocks, block_size, kv_heads, head_dim)``; ``(blocks, kv_heads, block_size, head_dim)`` when
+            ``heads_first``. Contiguous.
+        block_table: ``(rows, width)`` int32 or int64.
+    """
+    kv_heads, block_size = cache.shape[1:3] if heads_first else (cache.shape[2], cache.shape[1])
+
+    def fetch(start: int, stop: int, length: int) -> Tensor:
+        blocks = block_table[start:stop, : -(-length // block_size)]
+        if not heads_first:
+            keys = _gather(cache, blocks.flatten()).view(stop - start, -1, kv_heads, cache.shape[3])
+            return keys[:, :length].permute(2, 0, 1, 3)
+        parts = blocks * kv_heads + torch.arange(kv_heads, dtype=blocks.dtype)[:, None, None]
+        return _gather(cache.flatten(0, 1), parts.flatten()).view(kv_heads, stop - start, -1, cache.shape[3])[
+            :, :, :length
+        ]
+
+    return fetch
+
+
+def _batches(lengths: Sequence[int], bytes_per_key: int) -> Iterator[tuple[int, int, int]]:
+    """``(start, stop, length)`` of neighbouring rows of equal length, few enough for the processor's cache."""
+    start = 0
+    for length, rows in groupby(lengths):
+        end = start + len(list(rows))
+        step = max(1, _CHUNK // (bytes_per_key * max(1, length)))
+        for first in range(start, end, step) if length > 0 else ():
+            yield first, min(first + step, end), length
+        start = end
+
+
+def attend(
+    query: Tensor,
+    keys: Fetch,
+    values: Fetch,
+    lengths: Sequence[int],
+    scale: float,
+    hidden: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None = None,
+) -> None:
+    """Attention in float32 with one rounding, the core of every attention kernel here.
+
+    Args:
+        query: ``(rows, kv_heads, heads / kv_heads, q_len, head_dim)``; query heads that share keys lie side by side.
+        lengths: keys that may be read, row by row. Rows of another length are another batch: a long row does not make
+            the short ones read more.
+        hidden: ``(rows, q_len, at least the longest length)`` bool, True where a query does not see a key; None when
+            all keys are seen.
+        out: shape of ``query``; a query that sees no key gets zeros.
+        lse: ``(rows, kv_heads, heads / kv_heads, q_len)`` float32 for the logarithm of the sum of exponentials.
+    """
+    rows, kv_heads, per_kv, q_len, head_dim = query.shape
+    shape = (rows, kv_heads, per_kv * q_len)
+    width = max(lengths, default=0)
+    if width <= 0:
+        out.zero_()
+        if lse is not None:
+            lse.fill_(-torch.inf)
+        return
+    batches = list(_batches(lengths, 4 * kv_heads * head_dim))
+    # Query heads that share a kv head become rows of one matrix: GQA without repeating keys. One product per kv head
+    # reads the keys where they lie; a product over all of them would first copy them to another layout.
+    grouped = query.reshape(*shape, head_dim).float()
+    if scale != 1.0:
+        grouped = grouped * scale
+    scores = _workspace("scores", rows * kv_heads * per_kv * q_len * width, torch.float32).view(*shape, width)
+    if min(lengths) < width:
+        scores.fill_(-torch.inf)
+    for start, stop, length in batches:
+        for head, found in enumerate(keys(start, stop, length)):
+            torch.bmm(grouped[start:stop, head], found.transpose(1, 2), out=scores[start:stop, head, :, :length])
+    if hidden is not None:
+        scores.view(rows, kv_heads, per_kv, q_len, width).masked_fill_(hidden[:, None, None, :, :width], -torch.inf)
+    if lse is not None:
+        lse.copy_(torch.logsumexp(scores, -1).view(lse.shape))
+    weights = torch.softmax(scores, -1, out=scores)
+    # Heads of a group and their queries must lie at one distance to be written in place.
+    straight = q_len == 1 or per_kv == 1 or out.stride(2) == q_len * out.stride(3)
+    direct = straight and out.dtype == torch.float32
+    context = out.view(*shape, head_dim) if direct else torch.empty(*shape, head_dim)
+    for start, stop, length in batches:
+        for head, found in enumerate(values(start, stop, length)):
+            torch.bmm(weights[start:stop, head, :, :length], found, out=context[start:stop, head])
+    if not direct:
+        out.copy_(context.view(query.shape))
+    # A softmax over nothing is NaN, and one number of each query tells.
+    if math.isnan(weights[:, 0, :q_len, 0].sum().item()):
+        for row, length in enumerate(lengths):
+            if length <= 0:
+                out[row].zero_()
+            elif hidden is not None:
+                out[row].masked_fill_(hidden[row, :, :length].all(-1)[:, None], 0)
+
+
+def by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
+    """``(rows, q_len, heads, head_dim)`` as :func:`attend` wants it; a view."""
+    return x.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
 
 
 def _attend(
@@ -86,9 +198,10 @@ def _attend(
     kv_lens: Tensor,
     scale: float,
     window: int | None,
-) -> Tensor:
-    """Attention of ``query`` (rows, q_len, heads, head_dim) in float32; only blocks a query can see are read."""
-    rows, q_len, heads, head_dim = query.shape
+    out: Tensor,
+) -> None:
+    """Attention of ``query`` (rows, q_len, heads, head_dim) into ``out``; only blocks a query can see are read."""
+    rows, q_len = query.shape[:2]
     block_size, kv_heads = key_cache.shape[1:3]
     width = block_table.shape[1]
     if window is None:
@@ -99,9 +212,7 @@ def _attend(
         span = (window + q_len - 2) // block_size + 2
     span = max(1, min(span, width))
     columns = first[:, None] + torch.arange(span)
-    blocks = block_table.gather(1, columns.clamp(max=width - 1).long()).flatten()
-    keys = _gather(key_cache, blocks, "keys").view(rows, -1, kv_heads, head_dim)
-    values = _gather(value_cache, blocks, "values").view(rows, -1, kv_heads, head_dim)
+    blocks = block_table.gather(1, columns.clamp(max=width - 1).long())
 
     # A clamped column repeats the last block, but its positions lie past every length and are masked.
     key_positions = (first * block_size)[:, None] + torch.arange(span * block_size)
@@ -110,26 +221,9 @@ def _attend(
     hidden = distance < 0
     if window is not None:
         hidden |= distance >= window
-
-    # Query heads that share a kv head become rows of one matrix: GQA without repeating keys. One product per kv head
-    # reads the keys where they lie; a product over all of them would first copy them to another layout.
-    per_kv = heads // kv_heads
-    grouped = query.view(rows, q_len, kv_heads, per_kv, head_dim).permute(2, 0, 3, 1, 4).float()
-    grouped = grouped.reshape(kv_heads, rows, per_kv * q_len, head_dim)
-    scores = torch.empty(kv_heads, rows, per_kv * q_len, keys.shape[1])
-    for head in range(kv_heads):
-        torch.bmm(grouped[head], keys[:, :, head].transpose(1, 2), out=scores[head])
-    visible = scores.view(kv_heads, rows, per_kv, q_len, -1).mul_(scale)
-    visible.masked_fill_(hidden[:, None], -torch.inf)
-    # A query that sees no key gives zeros, not NaN: the maximum is kept finite and so is the sum.
-    peak = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
-    weights = scores.sub_(peak).exp_()
-    total = weights.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-    context = torch.empty_like(grouped)
-    for head in range(kv_heads):
-        torch.bmm(weights[head], values[:, :, head], out=context[head])
-    context = (context / total).view(kv_heads, rows, per_kv, q_len, head_dim)
-    return context.permute(1, 3, 0, 2, 4).reshape(rows, q_len, heads, head_dim)
+    keys, values = fetch_blocks(key_cache, blocks), fetch_blocks(value_cache, blocks)
+    lengths = [span * block_size] * rows
+    attend(by_kv_head(query, kv_heads), keys, values, lengths, scale, hidden, by_kv_head(out, kv_heads))
 
 
 def _run(
@@ -156,19 +250,19 @@ def _run(
             f"paged_attention of layer {layer!r}: kv_lens has {longest}, the table's {width} blocks of "
             f"{key_cache.shape[1]} hold {room}"
         )
+    cached = key_cache, value_cache
     if layout == "BNSD":
-        result = _attend(
-            query.transpose(1, 2).contiguous(), key_cache, value_cache, block_table, kv_lens, scale, window
-        )
-        return out.copy_(result.transpose(1, 2))
-    tokens, heads, head_dim = query.shape
-    query = query.contiguous()
+        _attend(query.transpose(1, 2), *cached, block_table, kv_lens, scale, window, out.transpose(1, 2))
+        return out
+    tokens = query.shape[0]
     if query_lens is None:
         if rows == 0 or tokens % rows:
             raise ValueError(f"paged_attention of layer {layer!r}: {tokens} queries do not divide into {rows} rows")
-        rectangular = query.view(rows, tokens // rows, heads, head_dim)
-        result = _attend(rectangular, key_cache, value_cache, block_table, kv_lens, scale, window)
-        return out.copy_(result.reshape(tokens, heads, head_dim))
+        rectangle = (rows, tokens // rows)
+        _attend(
+            query.unflatten(0, rectangle), *cached, block_table, kv_lens, scale, window, out.unflatten(0, rectangle)
+        )
+        return out
     lengths = query_lens.tolist()
     if len(lengths) != rows or min(lengths, default=0) < 0 or sum(lengths) != tokens:
         raise ValueError(
@@ -177,9 +271,8 @@ def _run(
     start = 0
     for row, length in enumerate(lengths):
         if length:
-            chunk = query[None, start : start + length]
-            table, lens = block_table[row : row + 1], kv_lens[row : row + 1]
-            out[start : start + length] = _attend(chunk, key_cache, value_cache, table, lens, scale, window)[0]
+            table, lens, chunk = block_table[row : row + 1], kv_lens[row : row + 1], slice(start, start + length)
+            _attend(query[None, chunk], *cached, table, lens, scale, window, out[None, chunk])
         start += length
     return out
 

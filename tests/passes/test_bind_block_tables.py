@@ -12,8 +12,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from gemma_npu_compile.backend import Backend
 from gemma_npu_compile.errors import CompileError
 from gemma_npu_compile.ops import paged_attention
-from gemma_npu_compile.passes.bind_block_tables import TableBinding, argument, attention_nodes, bind_block_tables
-from gemma_npu_compile.passes.fx import placeholders
+from gemma_npu_compile.passes.bind_block_tables import bind_block_tables
+from gemma_npu_compile.passes.fx import argument, placeholders
+from gemma_npu_compile.passes.sites import TableBinding, attention_nodes
 from gemma_npu_compile.report import collect
 
 

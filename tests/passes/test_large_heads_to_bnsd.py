@@ -7,9 +7,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from gemma_npu_compile.capabilities import platform
 from gemma_npu_compile.errors import CompileError
 from gemma_npu_compile.ops import paged_attention
-from gemma_npu_compile.passes.bind_block_tables import attention_nodes
 from gemma_npu_compile.passes.fx import argument
 from gemma_npu_compile.passes.large_heads_to_bnsd import large_heads_to_bnsd
+from gemma_npu_compile.passes.sites import attention_nodes
 
 
 def case(head_dim: int, q_len: int, *, block_size: int = 128, dtype=torch.float32, window=None):

@@ -1,0 +1,65 @@
+"""What a graph takes behind its inputs: host lists, computed for every call, and merged weights, made once a model."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemma_npu_compile.graphs.plan import Input, Plan
+from gemma_npu_compile.passes.host_lengths import HostLengths
+
+Read = Callable[[Input], Tensor]
+
+
+def _version(weight: Tensor) -> int:
+    """Counts in-place changes; inference tensors have no count and are taken as constant."""
+    return 0 if weight.is_inference() else weight._version
+
+
+class MergedWeights:
+    """The merged weights of one model; made anew, at the same addresses, when an original was changed in place."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._recipes = [each for each in plan.extras if not isinstance(each, HostLengths)]
+        self._tensors: list[Tensor] = []
+        self._versions: list[int] = []
+
+    def tensors(self, args: list[Any]) -> list[Tensor]:
+        """The merged weights for the weights among ``args``."""
+        if not self._recipes:
+            return []
+        versions = [_version(args[source]) for recipe in self._recipes for source in recipe.sources]
+        if versions != self._versions:
+            sources = [[args[source] for source in recipe.sources] for recipe in self._recipes]
+            if not self._tensors:
+                self._tensors = [recipe(given) for recipe, given in zip(self._recipes, sources, strict=True)]
+            else:
+                for recipe, given, tensor in zip(self._recipes, sources, self._tensors, strict=True):
+                    recipe(given, out=tensor)
+            self._versions = versions
+        return self._tensors
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors)
+
+
+class Extras:
+    """Computes a plan's extras for a call."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        inputs = {item.source: item for item in reversed(plan.inputs)}
+        self._inputs = [[inputs[source] for source in host.sources] for host in plan.host]
+
+    @torch.no_grad()
+    def host_lists(self, read: Read) -> list[list[int]]:
+        """Contents of the host lists; ``read`` gives the tensor an input stands for (padded rows included, or not)."""
+        pairs = zip(self._plan.host, self._inputs, strict=True)
+        return [host([read(item) for item in inputs]) for host, inputs in pairs]
+
+    def all(self, read: Read, merged: list[Tensor]) -> list[Any]:
+        """Everything the graph takes behind its inputs, in its order."""
+        lists, tensors = iter(self.host_lists(read)), iter(merged)
+        return [next(lists) if isinstance(each, HostLengths) else next(tensors) for each in self._plan.extras]

@@ -1,0 +1,499 @@
+"""Plain SDPA becomes fused attention over un-repeated keys with the same numbers, or stays with its reason."""
+
+import operator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch._dynamo.backends.common import aot_autograd
+from torch._guards import detect_fake_mode
+from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
+from transformers.models.gemma4.modeling_gemma4 import Gemma4ForCausalLM
+
+from gemma_npu_compile.capabilities import platform
+from gemma_npu_compile.passes.sdpa_to_fia import sdpa_to_fia
+
+aten = torch.ops.aten
+FIA = torch.ops.npu.npu_fused_infer_attention_score.default
+SDPA = aten._scaled_dot_product_flash_attention_for_cpu.default
+A2 = platform("ascend910b")
+
+
+def trace(fn, *args, **options):
+    with torch.no_grad():
+        return make_fx(fn, tracing_mode="fake", **options)(*args)
+
+
+def run(gm, args):
+    gm.graph.lint()
+    gm.recompile()
+    with torch.no_grad():
+        return gm(*args)
+
+
+def nodes(gm, target):
+    return gm.graph.find_nodes(op="call_function", target=target)
+
+
+def only(gm):
+    (node,) = nodes(gm, FIA)
+    return node
+
+
+def close(result, wanted, dtype=torch.float32):
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(result, wanted, atol=tolerance, rtol=tolerance)
+
+
+def tensors(seed, dtype, *shapes):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(*shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def repeat_kv(x, repeats):
+    rows, heads, keys, width = x.shape
+    return x[:, :, None].expand(rows, heads, repeats, keys, width).reshape(rows, heads * repeats, keys, width)
+
+
+REPEATS = {
+    "gqa": lambda x, n: x,
+    "repeat_kv": repeat_kv,
+    "interleave": lambda x, n: x.repeat_interleave(n, 1),
+}
+MASKS = {
+    "none": None,
+    "rows": lambda m: m,
+    "shared": lambda m: m[:1],
+    "queries": lambda m: m[0, 0],
+    "keys": lambda m: m[:, :, :1],
+    "additive": lambda m: torch.where(m, 0.0, -torch.inf),
+    "hidden": lambda m: torch.where(~m, -torch.inf, 0.0),
+    "filled": lambda m: torch.zeros(m.shape).masked_fill(~m, -torch.inf),
+    "expanded": lambda m: torch.where(m[:1], 0.0, -torch.inf).expand(m.shape),
+    "sliced": lambda m: torch.where(torch.cat([m, m], -1), 0.0, -torch.inf)[..., : m.shape[-1]],
+}
+
+
+@given(
+    seed=st.integers(0, 99),
+    rows=st.integers(1, 3),
+    kv_heads=st.integers(1, 2),
+    group=st.integers(1, 3),
+    head_dim=st.sampled_from([64, 128, 256, 512]),
+    q_len=st.sampled_from([1, 2, 4, 19]),
+    keys=st.sampled_from([1, 5, 19]),
+    mask=st.sampled_from([*sorted(MASKS), "causal"]),
+    repeat=st.sampled_from(["gqa", "repeat_kv", "interleave"]),
+    scale=st.sampled_from([None, 1.0, 0.3]),
+    strided=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_numbers_stay(seed, rows, kv_heads, group, head_dim, q_len, keys, mask, repeat, scale, strided, dtype):
+    assume(mask != "causal" or q_len > 1)
+    heads = kv_heads * group
+    query, key, value = tensors(seed, dtype, (rows, q_len, heads, head_dim), *[(rows, keys, kv_heads, head_dim)] * 2)
+    visible = torch.rand(rows, 1, q_len, keys, generator=torch.Generator().manual_seed(seed)) < 0.6
+
+    def call(query, key, value, visible):
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        if not strided:
+            query, key, value = (x.contiguous() for x in (query, key, value))
+        key, value = (REPEATS[repeat](x, group) for x in (key, value))
+        given = None if mask in ("none", "causal") else MASKS[mask](visible)
+        given = given.to(dtype) if given is not None and given.is_floating_point() else given
+        out = F.scaled_dot_product_attention(
+            query, key, value, given, is_causal=mask == "causal", scale=scale, enable_gqa=repeat == "gqa"
+        )
+        return out, out.transpose(1, 2).flatten(2)
+
+    args = (query, key, value, visible)
+    gm = trace(call, *args)
+    assert len(nodes(gm, SDPA)) == 1
+    wanted = run(gm, args)
+    result = sdpa_to_fia(gm, platform=A2)
+    assert (result.changed, dict(result.left)) == (1, {})
+    got = run(gm, args)
+    for each, other in zip(got, wanted, strict=True):
+        close(each, other, dtype)
+        assert each.is_contiguous() == other.is_contiguous(), "views behind the attention rely on its strides"
+
+    node = only(gm)
+    assert not nodes(gm, SDPA)
+    assert node.kwargs["input_layout"] == "BNSD"
+    assert (node.kwargs["num_heads"], node.kwargs["num_key_value_heads"]) == (heads, kv_heads)
+    assert node.kwargs["scale"] == (head_dim**-0.5 if scale is None else scale)
+    assert node.kwargs.get("sparse_mode", 0) == (2 if mask == "causal" else 0)
+    assert node.kwargs.get("inner_precise", 0) == (2 if q_len > 1 and mask not in ("none", "causal") else 0)
+    for index, each in enumerate(node.args):
+        assert each.meta["val"].is_contiguous()
+        assert each.meta["val"].shape[1] == (heads if index == 0 else kv_heads)
+    again = sdpa_to_fia(gm, platform=A2)
+    assert (again.changed, dict(again.left)) == (0, {})
+
+
+def test_one_clone_per_strided_operand_and_none_for_the_repetition():
+    """4 heads over 2: repeated keys and their copies go, each strided operand is copied, and the result laid back."""
+
+    def call(query, key, value):
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        return F.scaled_dot_product_attention(query, repeat_kv(key, 2), repeat_kv(value, 2)).transpose(1, 2)
+
+    gm = trace(call, *tensors(0, torch.float32, (2, 3, 4, 64), *[(2, 5, 2, 64)] * 2))
+    assert (len(nodes(gm, aten.expand.default)), len(nodes(gm, aten.clone.default))) == (2, 2)
+    sdpa_to_fia(gm, platform=A2)
+    assert (len(nodes(gm, aten.expand.default)), len(nodes(gm, aten.clone.default))) == (0, 4)
+    assert [each.args[0].target for each in only(gm).args] == [aten.transpose.int] * 3
+    gm = trace(lambda q, k: F.scaled_dot_product_attention(q, k, k), *tensors(0, torch.float32, *[(2, 4, 5, 64)] * 2))
+    sdpa_to_fia(gm, platform=A2)
+    assert [each.op for each in only(gm).args] == ["placeholder"] * 3
+    assert len(nodes(gm, aten.clone.default)) == 0, "contiguous queries have a contiguous result"
+
+
+def test_layers_share_masks():
+    """One inverted mask and one causal triangle for all layers; the triangle hides what lies above the diagonal."""
+
+    def call(query, key, visible):
+        masked = [F.scaled_dot_product_attention(query, key * i, key, visible) for i in (1, 2)]
+        causal = [F.scaled_dot_product_attention(query, key * i, key, is_causal=True) for i in (1, 2)]
+        return (*masked, *causal)
+
+    query, key = tensors(0, torch.float32, *[(2, 2, 4, 64)] * 2)
+    args = (query, key, torch.rand(2, 1, 4, 4) < 0.7)
+    gm = trace(call, *args)
+    wanted = run(gm, args)
+    assert sdpa_to_fia(gm, platform=A2).changed == 4
+    assert len(nodes(gm, aten.logical_not.default)) == 1
+    assert len(nodes(gm, aten.where.self)) == 0
+    (held,) = gm.graph.find_nodes(op="get_attr")
+    assert torch.equal(getattr(gm, held.target), torch.ones(2048, 2048, dtype=torch.bool).triu(1))
+    for each, other in zip(run(gm, args), wanted, strict=True):
+        close(each, other)
+
+
+def attention(query, key, value, *rest, **options):
+    return F.scaled_dot_product_attention(query, key, value, *rest, **options)
+
+
+@pytest.mark.parametrize(
+    ("fn", "reason"),
+    [
+        (lambda q, k, m: SDPA(q, k, k, 0.5)[0], "dropout"),
+        (lambda q, k, m: SDPA(q, k, k)[1], "the log-sum-exp is read"),
+        (lambda q, k, m: attention(q, k, k, m.float()), "an additive mask"),
+        (lambda q, k, m: attention(q, k, k, torch.where(m, 0.0, -1e4)), "an additive mask"),
+        (lambda q, k, m: attention(q, k, k, torch.where(m, 1.0, -torch.inf)), "an additive mask"),
+        (lambda q, k, m: attention(q, k, k, torch.where(m, q[:, :1, :, :6], -torch.inf)), "an additive mask"),
+        (lambda q, k, m: attention(q, k, k, m.expand(2, 4, 3, 6)), "a mask for each head"),
+        (lambda q, k, m: attention(q[:, :, :1], k, k, is_causal=True), "is_causal over one query"),
+        (lambda q, k, m: attention(q.double(), k.double(), k.double()), "torch.float64 operands"),
+        (lambda q, k, m: SDPA(q, k, k, 0.0, True, attn_mask=m.float())[0], "a mask and is_causal"),
+    ],
+)
+def test_what_the_operator_cannot_say_stays(fn, reason):
+    args = (*tensors(0, torch.float32, (2, 4, 3, 64), (2, 4, 6, 64)), torch.rand(2, 1, 3, 6) < 0.5)
+    gm = trace(fn, *args)
+    before = str(gm.graph)
+    result = sdpa_to_fia(gm, platform=A2)
+    assert (result.changed, dict(result.left)) == (0, {reason: 1})
+    assert str(gm.graph) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "key_shape", "reason"),
+    [
+        ("cpu", (1, 2, 3, 64), (1, 2, 3, 64), "cpu has no npu_fused_infer_attention_score"),
+        (
+            "ascend910b",
+            (1, 2, 3, 528),
+            (1, 2, 3, 528),
+            "npu_fused_infer_attention_score: the last axis is 528, it must be at most 512",
+        ),
+        ("ascend910b", (1, 128, 3, 64), (1, 1, 3, 64), "at most 64 query heads per kv head"),
+        (
+            "ascend910b",
+            (1, 2, 3, 72),
+            (1, 2, 3, 72),
+            "npu_fused_infer_attention_score: the last axis is 72, it must be",
+        ),
+    ],
+)
+def test_what_the_platform_forbids_stays(name, shape, key_shape, reason):
+    def call(query, key):
+        return F.scaled_dot_product_attention(query, key, key, enable_gqa=True)
+
+    gm = trace(call, *tensors(0, torch.float32, shape, key_shape))
+    result = sdpa_to_fia(gm, platform=platform(name))
+    (left,) = result.left
+    assert (result.changed, left.startswith(reason)) == (0, True)
+    if shape[1] == 128:
+        assert sdpa_to_fia(gm, platform=platform("ascend950")).changed == 1
+
+
+def test_a_write_between_the_repetition_and_the_attention_keeps_the_copy():
+    """The repeated keys are a copy of what the cache held; reading the cache itself would see the write."""
+
+    def call(query, cache):
+        keys = repeat_kv(cache, 2)
+        cache.mul_(3)
+        return F.scaled_dot_product_attention(query, keys, keys)
+
+    query, cache = tensors(0, torch.float32, (1, 4, 3, 64), (1, 2, 5, 64))
+    gm = trace(call, query, cache)
+    wanted = run(gm, (query, cache.clone()))
+    assert sdpa_to_fia(gm, platform=A2).changed == 1
+    assert only(gm).kwargs["num_key_value_heads"] == 4
+    close(run(gm, (query, cache.clone())), wanted)
+
+
+def test_a_write_before_the_repetition_does_not_matter():
+    def call(query, cache):
+        cache.mul_(3)
+        keys = repeat_kv(cache, 2)
+        return F.scaled_dot_product_attention(query, keys, keys)
+
+    query, cache = tensors(0, torch.float32, (1, 4, 3, 64), (1, 2, 5, 64))
+    gm = trace(call, query, cache)
+    wanted = run(gm, (query, cache.clone()))
+    assert sdpa_to_fia(gm, platform=A2).changed == 1
+    assert only(gm).kwargs["num_key_value_heads"] == 2
+    close(run(gm, (query, cache.clone())), wanted)
+
+
+def test_a_mask_that_changes_stays():
+    def call(query, key, visible):
+        mask = torch.where(visible, 0.0, -torch.inf)
+        visible.fill_(True)
+        return F.scaled_dot_product_attention(query, key, key, mask)
+
+    args = (*tensors(0, torch.float32, (1, 2, 3, 64), (1, 2, 5, 64)), torch.rand(1, 1, 3, 5) < 0.5)
+    result = sdpa_to_fia(trace(call, *args), platform=A2)
+    assert dict(result.left) == {"a mask the graph writes to": 1}
+
+
+def test_keys_repeated_unlike_their_values_stay_repeated():
+    def call(query, key, value):
+        return F.scaled_dot_product_attention(query, repeat_kv(key, 2), value)
+
+    args = tensors(0, torch.float32, (1, 4, 3, 64), (1, 2, 5, 64), (1, 4, 5, 64))
+    gm = trace(call, *args)
+    wanted = run(gm, args)
+    assert sdpa_to_fia(gm, platform=A2).changed == 1
+    assert only(gm).kwargs["num_key_value_heads"] == 4
+    close(run(gm, args), wanted)
+
+
+def test_tiled_heads_are_no_repetition():
+    """``repeat`` puts the copies side by side: head 1 reads keys 1, not keys 0."""
+
+    def call(query, key):
+        tiled = key[:, None].expand(1, 2, 2, 5, 64).reshape(1, 4, 5, 64)
+        return F.scaled_dot_product_attention(query, tiled, tiled)
+
+    args = tensors(0, torch.float32, (1, 4, 3, 64), (1, 2, 5, 64))
+    gm = trace(call, *args)
+    wanted = run(gm, args)
+    assert sdpa_to_fia(gm, platform=A2).changed == 1
+    assert only(gm).kwargs["num_key_value_heads"] == 4
+    close(run(gm, args), wanted)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_sdpa_as_it_is_written(masked):
+    """The form of graphs that are not decomposed: a bool mask stays one, GQA an option."""
+
+    def call(query, key, *mask):
+        return F.scaled_dot_product_attention(query, key, key, *mask, scale=0.3, enable_gqa=True)
+
+    args = (*tensors(0, torch.float32, (2, 4, 3, 64), (2, 2, 6, 64)), torch.rand(2, 1, 3, 6) < 0.6)
+    args = args if masked else args[:2]
+    gm = trace(call, *args, pre_dispatch=True)
+    assert len(nodes(gm, aten.scaled_dot_product_attention.default)) == 1
+    assert sdpa_to_fia(gm, platform=A2).changed == 1
+    close(run(gm, args), call(*args))
+    wanted = [*[aten.logical_not.default] * masked, FIA, operator.getitem]
+    assert [n.target for n in gm.graph.nodes if n.op == "call_function"] == wanted
+
+
+def test_sdpa_of_other_devices():
+    """What devices registered beside the tree trace SDPA to: nothing on a CPU runs it, so its node is put in."""
+    query, key = args = tensors(0, torch.float32, (2, 4, 3, 64), (2, 4, 6, 64))
+    gm = trace(lambda q, k: SDPA(q, k, k, 0.0, True)[0], *args)
+    (node,) = nodes(gm, SDPA)
+    node.target = aten._scaled_dot_product_fused_attention_overrideable.default
+    node.args, node.kwargs = node.args[:3], {"is_causal": True}
+    node.meta["val"] = (node.meta["val"][0], *[None] * 8)
+    assert sdpa_to_fia(gm, platform=A2).changed == 1
+    close(run(gm, args), F.scaled_dot_product_attention(query, key, key, is_causal=True))
+
+
+@pytest.mark.parametrize(
+    "choose", [lambda m, c: torch.where(c, m, c), lambda m, c: m.masked_fill(c, True), lambda m, c: m[:1] & c]
+)
+def test_a_bool_mask_that_is_chosen_is_no_additive_one(choose):
+    """``where`` and ``masked_fill`` of truth values: what they hold counts, not what they choose by."""
+
+    def call(query, key, mask, choice):
+        return F.scaled_dot_product_attention(query, key, key, choose(mask, choice))
+
+    generator = torch.Generator().manual_seed(0)
+    masks = [torch.rand(2, 1, 3, 6, generator=generator) < p for p in (0.8, 0.5)]
+    args = (*tensors(0, torch.float32, (2, 4, 3, 64), (2, 4, 6, 64)), *masks)
+    gm = trace(call, *args, pre_dispatch=True)
+    assert sdpa_to_fia(gm, platform=A2).changed == 1
+    close(run(gm, args), call(*args))
+
+
+@pytest.mark.parametrize(("dtype", "changed"), [(torch.float32, 0), (torch.bfloat16, 1), (torch.float16, 1)])
+def test_float32_is_emulated_and_no_device_has_it(dtype, changed):
+    x = torch.empty(1, 2, 3, 64, dtype=dtype, device="meta")
+    gm = trace(lambda x: F.scaled_dot_product_attention(x, x, x), x, pre_dispatch=True)
+    result = sdpa_to_fia(gm, platform=A2)
+    assert (result.changed, dict(result.left)) == (changed, {} if changed else {"torch.float32 operands": 1})
+
+
+@pytest.mark.parametrize(
+    ("shape", "key_shape", "reason"),
+    [
+        ((4, 3, 64), (4, 6, 64), "operands that are not (B, N, S, D)"),
+        ((2, 4, 3, 64), (1, 4, 6, 64), "keys of another batch size"),
+        ((2, 1, 3, 64), (2, 4, 6, 64), "heads that broadcast"),
+        ((2, 4, 0, 64), (2, 4, 6, 64), "empty operands"),
+    ],
+)
+def test_shapes_of_the_written_form_that_stay(shape, key_shape, reason):
+    args = tensors(0, torch.float32, shape, key_shape)
+    gm = trace(lambda q, k: F.scaled_dot_product_attention(q, k, k), *args, pre_dispatch=True)
+    assert dict(sdpa_to_fia(gm, platform=A2).left) == {reason: 1}
+
+
+class Compiled:
+    """``torch.compile`` with this pass alone: graphs before and after, results of the pass, guards it added."""
+
+    def __init__(self, fn):
+        torch._dynamo.reset()
+        self.graphs, self.results, self.guards = [], [], 0
+        backend = aot_autograd(fw_compiler=self.compile, inference_compiler=self.compile)
+        self.fn = torch.compile(fn, backend=backend, fullgraph=True)
+
+    def compile(self, gm, inputs):
+        env = getattr(detect_fake_mode(inputs), "shape_env", None)
+        before = len(env.guards) if env is not None else 0
+        self.results.append(sdpa_to_fia(gm, platform=A2))
+        self.guards += (len(env.guards) if env is not None else 0) - before
+        gm.graph.lint()
+        gm.recompile()
+        self.graphs.append(gm)
+        return gm.forward
+
+    @torch.no_grad()
+    def __call__(self, *args):
+        return self.fn(*args)
+
+
+@pytest.mark.parametrize("form", ["causal", "mask", "keys", "none"])
+def test_symbolic_sizes_stay_symbolic(form, fresh_dynamo):
+    """One graph for every number of rows, queries and keys, and no guard from the pass."""
+
+    def call(query, key, visible):
+        key = repeat_kv(key.transpose(1, 2), 2)
+        mask = visible if form == "mask" else visible[:, :, :1] if form == "keys" else None
+        out = F.scaled_dot_product_attention(query.transpose(1, 2), key, key, mask, is_causal=form == "causal")
+        return out.transpose(1, 2).flatten(2)
+
+    def inputs(rows, q_len, keys):
+        query, key = tensors(rows, torch.float32, (rows, q_len, 4, 64), (rows, keys, 2, 64))
+        return query, key, torch.rand(rows, 1, q_len, keys, generator=torch.Generator().manual_seed(rows)) < 0.6
+
+    compiled = Compiled(call)
+    args = inputs(3, 5, 7)
+    for tensor, axes in zip(args, ((0, 1), (0, 1), (0, 2, 3)), strict=True):
+        for axis in axes:
+            torch._dynamo.mark_dynamic(tensor, axis)
+    for each in (args, inputs(4, 6, 9), inputs(2, 3, 3)):
+        close(compiled(*each), call(*each))
+    assert (len(compiled.graphs), compiled.guards) == (1, 0)
+    assert [(r.changed, dict(r.left)) for r in compiled.results] == [(1, {})]
+    assert only(compiled.graphs[0]).kwargs["num_key_value_heads"] == 2
+
+
+def llama():
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=32,
+    )
+    return LlamaForCausalLM(config)
+
+
+def gemma4():
+    config = Gemma4TextConfig(
+        hidden_size=64,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        global_head_dim=512,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=4,
+        hidden_size_per_layer_input=0,
+        vocab_size=32,
+        vocab_size_per_layer_input=0,
+    )
+    return Gemma4ForCausalLM(config)
+
+
+@pytest.mark.parametrize("make", [llama, gemma4])
+@pytest.mark.parametrize("form", ["prompt", "padded prompt", "decode", "verify"])
+def test_attention_of_transformers(make, form, fresh_dynamo):
+    """transformers' own sdpa attention: keys un-repeated in every layer, no SDPA left, the logits unchanged."""
+    torch.manual_seed(0)
+    model = make().eval()
+    model.set_attn_implementation("sdpa")
+    config = model.config
+    prompt = torch.randint(0, 32, (2, 6))
+    seen = torch.ones(2, 6, dtype=torch.long)
+    seen[0, :2] = 0
+    new = torch.randint(0, 32, (2, 1 if form == "decode" else 4))
+
+    def fresh():
+        cache = StaticCache(config=config, max_cache_len=16)
+        with torch.no_grad():
+            model(prompt, past_key_values=cache)
+        return cache
+
+    if form == "prompt":
+        compiled = Compiled(lambda ids: model(ids, use_cache=False).logits)
+        args = (prompt,)
+        plain = model(prompt, use_cache=False).logits
+    elif form == "padded prompt":
+        compiled = Compiled(lambda ids, mask: model(ids, attention_mask=mask, use_cache=False).logits)
+        args = (prompt, seen)
+        plain = model(prompt, attention_mask=seen, use_cache=False).logits
+    else:
+        positions = torch.arange(6, 6 + new.shape[1])[None]
+        cache = fresh()
+        compiled = Compiled(lambda ids, at: model(ids, past_key_values=cache, position_ids=at).logits)
+        args = (new, positions)
+        plain = model(new, past_key_values=fresh(), position_ids=positions).logits
+    got = compiled(*args)
+    kept = seen.bool() if form == "padded prompt" else torch.ones(args[0].shape, dtype=torch.bool)
+    close(got[kept], plain[kept].detach())
+    layers = config.num_hidden_layers
+    assert [(r.changed, dict(r.left)) for r in compiled.results] == [(layers, {})]
+    (gm,) = compiled.graphs
+    assert not nodes(gm, SDPA)
+    groups = [(n.kwargs["num_heads"], n.kwargs["num_key_value_heads"]) for n in nodes(gm, FIA)]
+    assert groups == ([(4, 2)] if make is llama else [(4, 2), (4, 1)])
+    scales = {n.kwargs["scale"] for n in nodes(gm, FIA)}
+    assert scales == ({0.125} if make is llama else {1.0})
