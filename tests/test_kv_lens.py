@@ -1,0 +1,59 @@
+"""Lengths on the device or on the host give the same tokens; what differs is the exact number of task updates."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+import gemma_npu_compile as gnc
+from gemma_npu_compile.passes.host_lengths import bucket
+
+STEPS = 30
+
+
+@pytest.fixture(scope="module")
+def expected(pair) -> list[list[list[int]]]:
+    """New tokens of every row and step, and the lengths before each, by the plain module."""
+    return rounds(gnc.Engine(*pair, 1, max_rows=4, max_model_len=700, compiled=False))
+
+
+def rounds(engine: gnc.Engine) -> list[list[list[int]]]:
+    state = engine.prefill([torch.arange(1, 1 + n) % 127 + 1 for n in (110, 7, 240)])
+    found = []
+    for _ in range(STEPS):
+        lengths = list(state.lengths)
+        state, new, _, _ = engine.decode(state)
+        found.append([lengths, *new])
+    return found
+
+
+def updates(lists: Sequence[Sequence[int]], first: Sequence[int]) -> int:
+    """How often a list differs from the one before it."""
+    return sum(list(a) != list(b) for a, b in zip([first, *lists[:-1]], lists, strict=True))
+
+
+@pytest.mark.parametrize("kv_lens", ["device", "host"])
+def test_tokens_and_updates(pair, expected, kv_lens) -> None:
+    options = gnc.Options(kv_lens=kv_lens, capture_sizes=(3, 4), on_fallback="error")
+    engine = gnc.Engine(*pair, 1, max_rows=4, max_model_len=700, options=options)
+    engine.warm_up()
+    (report,) = engine.report.graphs
+    assert {(a.head_dim, a.lengths) for a in report.plan.attention} == {
+        (16, "fixed 256"),
+        (32, "bucket" if kv_lens == "device" else "exact"),
+    }
+    assert [h.sites for h in report.plan.host] == [("draft.0/assistant.layers.1",), ("verify/target.layers.1",)]
+    before, captured = report.host_updates, report.captures
+    assert rounds(engine) == expected
+
+    size = 128 if kv_lens == "device" else None
+    wanted = 0
+    padding = engine.cache.padding_lens
+    for extra in (0, 2):  # the drafts see seq_len keys, the last query of the verification seq_len + 2
+        lists = [[n + extra if size is None else bucket(n + extra, size) for n in step[0]] for step in expected]
+        # The capture of three rows was made with padded rows; its first replay brings the first real lengths.
+        first = [int(n) + extra if size is None else bucket(int(n) + extra, size) for n in padding[:3]]
+        wanted += updates(lists, first)
+    assert report.host_updates - before == wanted
+    assert report.captures == captured
+    assert wanted == 2 * STEPS if kv_lens == "host" else wanted < 10
