@@ -2,6 +2,7 @@
 
 import contextlib
 import operator
+import weakref
 from typing import Any
 
 import torch
@@ -63,15 +64,38 @@ def value(arg: Any) -> Any:
     return arg.meta["val"] if isinstance(arg, Node) else arg
 
 
+_fakes: weakref.WeakKeyDictionary[Graph, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def _facts(arg: Any) -> Any:
+    """What a fake result depends on: dtype, device and sizes of tensors, numbers as they are. Adds no guard."""
+    if isinstance(arg, torch.Tensor):
+        sizes = (*arg.shape, *arg.stride())
+        return arg.dtype, arg.device, arg.dim(), *(s if isinstance(s, int) else s.node.expr for s in sizes)
+    if isinstance(arg, torch.SymInt):
+        return "size", arg.node.expr
+    if isinstance(arg, (list, tuple)):
+        return tuple(map(_facts, arg))
+    if isinstance(arg, dict):
+        return tuple((name, _facts(each)) for name, each in sorted(arg.items()))
+    return type(arg), arg
+
+
 def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """Insert a call at the graph's insertion point, with its fake value computed."""
+    """Insert a call at the graph's insertion point, with its fake value computed.
+
+    Layers repeat: a call like an earlier one has its fake value, which costs milliseconds with symbolic sizes.
+    """
     node = graph.call_function(target, args, kwargs)
     fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), value)
-    mode = detect_fake_mode([v for v in torch.utils._pytree.tree_leaves(fake_args) if isinstance(v, torch.Tensor)])
-    if mode is None:  # no tensor among the arguments (arange): the mode of the graph's inputs
-        mode = detect_fake_mode([n.meta.get("val") for n in graph.find_nodes(op="placeholder")])
-    with mode if mode is not None else contextlib.nullcontext():
-        node.meta["val"] = target(*fake_args, **fake_kwargs)
+    known, key = _fakes.setdefault(graph, {}), (target, _facts(fake_args), _facts(fake_kwargs))
+    if key not in known:
+        mode = detect_fake_mode([v for v in torch.utils._pytree.tree_leaves(fake_args) if isinstance(v, torch.Tensor)])
+        if mode is None:  # no tensor among the arguments (arange): the mode of the graph's inputs
+            mode = detect_fake_mode([n.meta.get("val") for n in graph.find_nodes(op="placeholder")])
+        with mode if mode is not None else contextlib.nullcontext():
+            known[key] = target(*fake_args, **fake_kwargs)
+    node.meta["val"] = known[key]
     return node
 
 

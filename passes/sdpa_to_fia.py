@@ -47,6 +47,14 @@ def _sizes(node: Node) -> list[str]:
     return [str(each) for each in value(node).shape]
 
 
+def _memory(node: Node) -> Node:
+    """The value whose memory a node shows, through views and through operators that return what they wrote to."""
+    node = root(node)
+    while node.op == "call_function" and (written := written_args(node)):
+        node = root(written[0])
+    return node
+
+
 def _result(node: Node) -> torch.Tensor:
     """The fake result of an SDPA node, without the log-sum-exp."""
     return value(node) if node.target is _ALONE else value(node)[0]
@@ -97,7 +105,7 @@ class _Lowering:
         self._writes: dict[Node, list[int]] = {}
         for node, position in self._order.items():
             for written in written_args(node):
-                self._writes.setdefault(root(written), []).append(position)
+                self._writes.setdefault(_memory(written), []).append(position)
         self._made: dict[Any, Node] = {}
 
     def _keys(self, node: Node) -> tuple[Node, Node]:
@@ -106,7 +114,7 @@ class _Lowering:
         found = [_unrepeated(each) for each in given]
         for source, since, repeats in found:
             # The repetition is a copy: a write after it and before the attention would become visible.
-            written = self._writes.get(root(source), ())
+            written = self._writes.get(_memory(source), ())
             if repeats != found[0][2] or any(self._order[since] < at < self._order[node] for at in written):
                 return given
         return found[0][0], found[1][0]
@@ -143,7 +151,7 @@ class _Lowering:
         boolean = value(mask).dtype == torch.bool
         condition, *fills = (None if boolean else _additive(mask)) or (mask, None, None)
         inner: Any = mask.args[0] if mask.args else None
-        if root(condition) in self._writes:
+        if _memory(condition) in self._writes:
             raise _Left("a mask the graph writes to")
         if boolean or fills == [0.0, -math.inf]:
             if condition not in self._made:

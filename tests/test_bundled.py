@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from gemma_npu_compile.verify import verify
 
 pytestmark = pytest.mark.slow
 NEW = 128
+README = Path(__file__).resolve().parents[1] / "README.md"
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +80,10 @@ def test_acceptance_and_tokens(bundled, prompts):
     assert rates[0] >= 0.65
     assert rates[1] >= 0.45
     assert rates[2] >= 0.35
+    (graph,) = stats.report.graphs
+    passes = {p.name: (p.changed, p.nodes_after, p.launches_after) for p in graph.passes}
+    table = re.findall(r"^\| `(\w+)` \|.*\| (\d+) \| (\d+) \| (\d+) \|$", README.read_text(), flags=re.MULTILINE)
+    assert {name: tuple(map(int, counts)) for name, *counts in table} == passes, "the README's table of passes"
 
 
 def test_batches_of_1_3_and_5_give_the_same_tokens(bundled, prompts):

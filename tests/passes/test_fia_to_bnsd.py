@@ -265,6 +265,7 @@ def test_symbolic_queries_stay_symbolic(dense, mode, fresh_dynamo):
         wanted, _ = expected(query.flatten(0, 1), *clipped, 1.0, mode)
         close(compiled(*args), wanted, torch.float32)
     assert (len(compiled.graphs), compiled.changed, compiled.guards) == (1, 1, 0)
+    assert "test_fia_to_bnsd.py" in only(compiled.graphs[0]).stack_trace
     rows, heads, q_len, _ = only(compiled.graphs[0]).args[0].meta["val"].shape
     assert (rows, heads, isinstance(q_len, torch.SymInt)) == (2, 4, True)
 

@@ -119,7 +119,8 @@ NOT_HALVES: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
     "quarters": lambda x: (x[..., :6], x[..., 6:12]),
     "overlapping": lambda x: (x[..., :12], x[..., 6:18]),
     "every other": lambda x: (x[..., 0::2], x[..., 1::2]),
-    "three parts": lambda x: x.split([6, 12, 6], -1)[:1] + x.split([6, 12, 6], -1)[2:],
+    "a half and every other": lambda x: (x[..., ::2], x[..., 12:]),
+    "the middle of three parts": lambda x: (x[..., :12], x.split([6, 12, 6], -1)[1]),
     "two tensors": lambda x: (x[..., :12], (x + 1)[..., 12:]),
 }
 

@@ -186,6 +186,12 @@ def attention(query, key, value, *rest, **options):
         (lambda q, k, m: attention(q, k, k, m.float()), "an additive mask"),
         (lambda q, k, m: attention(q, k, k, torch.where(m, 0.0, -1e4)), "an additive mask"),
         (lambda q, k, m: attention(q, k, k, torch.where(m, 1.0, -torch.inf)), "an additive mask"),
+        (lambda q, k, m: attention(q, k, k, torch.where(m, -torch.inf, 1.0)), "an additive mask"),
+        (
+            lambda q, k, m: attention(q, k, k, torch.where(m[0, 0, 0], q[:, :1, :, :6] * 0, -torch.inf)),
+            "an additive mask",
+        ),
+        (lambda q, k, m: attention(q, k, k, torch.where(m[0], torch.zeros(m.shape), -torch.inf)), "an additive mask"),
         (lambda q, k, m: attention(q, k, k, torch.where(m, q[:, :1, :, :6], -torch.inf)), "an additive mask"),
         (lambda q, k, m: attention(q, k, k, m.expand(2, 4, 3, 6)), "a mask for each head"),
         (lambda q, k, m: attention(q[:, :, :1], k, k, is_causal=True), "is_causal over one query"),
@@ -233,33 +239,28 @@ def test_what_the_platform_forbids_stays(name, shape, key_shape, reason):
         assert sdpa_to_fia(gm, platform=platform("ascend950")).changed == 1
 
 
-def test_a_write_between_the_repetition_and_the_attention_keeps_the_copy():
-    """The repeated keys are a copy of what the cache held; reading the cache itself would see the write."""
+@pytest.mark.parametrize(
+    ("before", "after", "kv_heads"),
+    [(False, False, 2), (True, False, 2), (False, True, 4), (True, True, 4)],
+)
+def test_writes_around_the_repetition(before, after, kv_heads):
+    """Repeated keys are a copy of what the cache held: reading the cache itself would see a write behind the copy."""
 
     def call(query, cache):
+        if before:
+            cache.mul_(3)
         keys = repeat_kv(cache, 2)
-        cache.mul_(3)
+        if after:
+            cache.add_(1)
         return F.scaled_dot_product_attention(query, keys, keys)
 
     query, cache = tensors(0, torch.float32, (1, 4, 3, 64), (1, 2, 5, 64))
     gm = trace(call, query, cache)
+    for node in nodes(gm, aten.mul_.Tensor):  # as a graph has it whose writes were put back in place
+        node.replace_all_uses_with(node.args[0], delete_user_cb=lambda user: user.target is aten.add_.Tensor)
     wanted = run(gm, (query, cache.clone()))
     assert sdpa_to_fia(gm, platform=A2).changed == 1
-    assert only(gm).kwargs["num_key_value_heads"] == 4
-    close(run(gm, (query, cache.clone())), wanted)
-
-
-def test_a_write_before_the_repetition_does_not_matter():
-    def call(query, cache):
-        cache.mul_(3)
-        keys = repeat_kv(cache, 2)
-        return F.scaled_dot_product_attention(query, keys, keys)
-
-    query, cache = tensors(0, torch.float32, (1, 4, 3, 64), (1, 2, 5, 64))
-    gm = trace(call, query, cache)
-    wanted = run(gm, (query, cache.clone()))
-    assert sdpa_to_fia(gm, platform=A2).changed == 1
-    assert only(gm).kwargs["num_key_value_heads"] == 2
+    assert only(gm).kwargs["num_key_value_heads"] == kv_heads
     close(run(gm, (query, cache.clone())), wanted)
 
 
@@ -283,6 +284,21 @@ def test_keys_repeated_unlike_their_values_stay_repeated():
     wanted = run(gm, args)
     assert sdpa_to_fia(gm, platform=A2).changed == 1
     assert only(gm).kwargs["num_key_value_heads"] == 4
+    close(run(gm, args), wanted)
+
+
+def test_keys_repeated_along_their_length_stay():
+    """The same pattern with another view behind it: two heads of ten keys, the second five as the first."""
+
+    def call(query, key, mask):
+        longer = key[:, :, None].expand(1, 2, 2, 5, 64).reshape(1, 2, 10, 64)
+        return F.scaled_dot_product_attention(query, longer, longer, mask)
+
+    args = (*tensors(0, torch.float32, (1, 2, 3, 64), (1, 2, 5, 64)), torch.rand(3, 10) < 0.5)
+    gm = trace(call, *args)
+    wanted = run(gm, args)
+    assert sdpa_to_fia(gm, platform=A2).changed == 1
+    assert only(gm).args[1].meta["val"].shape == (1, 2, 10, 64)
     close(run(gm, args), wanted)
 
 
@@ -417,7 +433,9 @@ def test_symbolic_sizes_stay_symbolic(form, fresh_dynamo):
         close(compiled(*each), call(*each))
     assert (len(compiled.graphs), compiled.guards) == (1, 0)
     assert [(r.changed, dict(r.left)) for r in compiled.results] == [(1, {})]
-    assert only(compiled.graphs[0]).kwargs["num_key_value_heads"] == 2
+    node = only(compiled.graphs[0])
+    assert node.kwargs["num_key_value_heads"] == 2
+    assert "test_sdpa_to_fia.py" in node.stack_trace
 
 
 def llama():
