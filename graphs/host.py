@@ -22,7 +22,7 @@ from gemma_npu_compile.errors import CaptureError, ReplayError
 from gemma_npu_compile.graphs.memory import Layout, Pool
 from gemma_npu_compile.graphs.plan import dim
 from gemma_npu_compile.ops.library import KERNELS, Kernel
-from gemma_npu_compile.passes.fx import where
+from gemma_npu_compile.passes.fx import is_view, where
 
 aten = torch.ops.aten
 
@@ -36,15 +36,7 @@ SYNCS = {
     aten._unique2.default: "has a result size that depends on data",
     aten.repeat_interleave.Tensor: "has a result size that depends on data",
 }
-_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default}
 _COPIES = {aten._to_copy.default, aten.clone.default, aten.lift_fresh_copy.default}
-
-
-def _is_view(op: torch._ops.OpOverload) -> bool:
-    returns = op._schema.returns
-    return op in _VIEWS or (
-        not op._schema.is_mutable and bool(returns) and all(r.alias_info is not None for r in returns)
-    )
 
 
 @dataclass(frozen=True)
@@ -198,7 +190,7 @@ class HostGraph:
 
     def _allocates(self, node: Node) -> bool:
         target = node.target
-        return isinstance(target, torch._ops.OpOverload) and not _is_view(target) and not target._schema.is_mutable
+        return isinstance(target, torch._ops.OpOverload) and not is_view(node) and not target._schema.is_mutable
 
     def _plan_memory(self, nodes: list[Node]) -> tuple[dict[Node, list[tuple[int, _Spec]]], int]:
         """An offset for every result, reused after the last node that reads it directly or through a view."""
@@ -242,10 +234,14 @@ class HostGraph:
         tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
         if not isinstance(target, torch._ops.OpOverload) or (not tensors and not self._fakes(node)):
             return target(*args, **kwargs)  # host arithmetic and checks on sizes: done once, frozen
-        if _is_view(target):
+        if is_view(node):
             return target(*args, **kwargs)
         kernel = KERNELS.get(target)
-        if kernel is not None:
+        if kernel is not None:  # called without the dispatcher, which knows a schema's names for its positions
+            names = [each.name for each in target._schema.arguments if not each.kwarg_only]
+            while len(args) < len(names) and names[len(args)] in kwargs:
+                kwargs = dict(kwargs)
+                args = (*args, kwargs.pop(names[len(args)]))
             self._check(kernel, node, args, kwargs)
         if target._schema.is_mutable:
             self.tasks.append(Task(node.name, kernel.run if kernel is not None else target, args, kwargs))

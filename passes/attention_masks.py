@@ -40,8 +40,12 @@ def visibility_mask(graph: Graph, lens: Node, q_len: int, window: int | None, ke
     return call(graph, aten.logical_or.default, hidden, call(graph, aten.lt.Tensor, positions, oldest))
 
 
-def causal_mask(gm: GraphModule, device: torch.device) -> Node:
-    """The 2048 x 2048 upper triangle (bool) that the operator's causal modes want, held once by the graph."""
+def causal_mask(gm: GraphModule, like: torch.Tensor) -> Node:
+    """The 2048 x 2048 upper triangle (bool) that the operator's causal modes want, held once by the graph.
+
+    Args:
+        like: a fake tensor of the graph, on the mask's device.
+    """
     with torch.utils._python_dispatch._disable_current_modes():
-        value = torch.ones(2048, 2048, dtype=torch.bool, device=device).triu(1)
-    return constant(gm, "causal_mask_2048", value, value)
+        value = torch.ones(2048, 2048, dtype=torch.bool, device=like.device).triu(1)
+    return constant(gm, "causal_mask_2048", value, like.new_empty(2048, 2048, dtype=torch.bool))

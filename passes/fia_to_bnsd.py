@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 import gemma_npu_compile.ops.npu  # noqa: F401  (the operators, where torch_npu is absent)
 from gemma_npu_compile.capabilities import AttentionCall, Platform
 from gemma_npu_compile.errors import CompileError
-from gemma_npu_compile.passes.fx import argument, call, copy_trace, value, where
+from gemma_npu_compile.passes.fx import argument, call, copy_trace, known_len, packed, size_of, value, where
 from gemma_npu_compile.passes.result import PassResult
 
 aten = torch.ops.aten
@@ -43,36 +43,6 @@ _VERSIONS = {
         "actual_seq_qlen", "actual_seq_kvlen", "num_query_heads", "return_softmax_lse"
     ),
 }
-
-
-def known_len(size: Any) -> int | None:
-    """A length as rules ask for it: itself, 2 for any number above one, None where one is possible. Adds no guard."""
-    if isinstance(size, int):
-        return size
-    return 2 if statically_known_true(size > 1) else None
-
-
-def size_of(graph: Graph, tensor: Node, axis: int) -> Any:
-    """The size of an axis as an argument: an int, or a node where it is symbolic."""
-    known = tensor.meta["val"].shape[axis]
-    return known if isinstance(known, int) else call(graph, aten.sym_size.int, tensor, axis)
-
-
-def is_packed(tensor: torch.Tensor) -> bool:
-    """Whether a fake tensor is contiguous, as far as its expressions say; adds no guard."""
-    step: Any = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        if str(size) != "1" and str(stride) != str(step):
-            return False
-        step = step * size
-    return True
-
-
-def packed(graph: Graph, tensor: Node) -> Node:
-    """The value, contiguous: fused attention takes no strided inputs."""
-    if is_packed(tensor.meta["val"]):
-        return tensor
-    return call(graph, aten.clone.default, tensor, memory_format=torch.contiguous_format)
 
 
 def _step(lens: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch._guards import detect_fake_mode
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 
 def placeholders(gm: GraphModule) -> list[Node]:
@@ -20,8 +21,14 @@ def order_of(graph: Graph) -> dict[Node, int]:
     return {node: index for index, node in enumerate(graph.nodes)}
 
 
+_UNDECLARED = (torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default)
+"""Views whose schema does not say so."""
+
+
 def is_view(node: Node) -> bool:
     """Whether the result shares memory with an argument (views, and elements of a tuple of views)."""
+    if node.target in _UNDECLARED:
+        return True
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         return is_view(node.args[0])
     schema = getattr(node.target, "_schema", None)
@@ -97,6 +104,36 @@ def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
             known[key] = target(*fake_args, **fake_kwargs)
     node.meta["val"] = known[key]
     return node
+
+
+def known_len(size: Any) -> int | None:
+    """A length as rules ask for it: itself, 2 for any number above one, None where one is possible. Adds no guard."""
+    if isinstance(size, int):
+        return size
+    return 2 if statically_known_true(size > 1) else None
+
+
+def size_of(graph: Graph, tensor: Node, axis: int) -> Any:
+    """The size of an axis as an argument: an int, or a node where it is symbolic."""
+    known = tensor.meta["val"].shape[axis]
+    return known if isinstance(known, int) else call(graph, torch.ops.aten.sym_size.int, tensor, axis)
+
+
+def is_packed(tensor: torch.Tensor) -> bool:
+    """Whether a fake tensor is contiguous, as far as its expressions say; adds no guard."""
+    step: Any = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if str(size) != "1" and str(stride) != str(step):
+            return False
+        step = step * size
+    return True
+
+
+def packed(graph: Graph, tensor: Node) -> Node:
+    """The value, contiguous: fused attention takes no strided inputs."""
+    if is_packed(tensor.meta["val"]):
+        return tensor
+    return call(graph, torch.ops.aten.clone.default, tensor, memory_format=torch.contiguous_format)
 
 
 def copy_trace(new: Node, old: Node) -> None:

@@ -98,9 +98,8 @@ class _Lowering:
         """The mask operand of a form (attention_masks.mask_form)."""
         if form == "none":
             return None
-        device = argument(node, "query").meta["val"].device
         if form == "causal":
-            return self._once(form, lambda: causal_mask(self.gm, device))
+            return self._once(form, lambda: causal_mask(self.gm, argument(node, "query").meta["val"]))
         lens, table, window = (argument(node, name) for name in ("kv_lens", "block_table", "window"))
         keys = int(table.meta["val"].shape[1]) * int(argument(node, "key_cache").meta["val"].shape[1])
         with self.graph.inserting_before(node):

@@ -10,18 +10,11 @@ from torch.fx import GraphModule, Node
 import gemma_npu_compile.ops.npu  # noqa: F401  (the operators, where torch_npu is absent)
 from gemma_npu_compile.capabilities import Platform
 from gemma_npu_compile.passes.fold_constants import constant
-from gemma_npu_compile.passes.fx import argument, call, copy_trace
+from gemma_npu_compile.passes.fx import argument, call, copy_trace, packed
 from gemma_npu_compile.passes.result import PassResult
 
 aten = torch.ops.aten
 dialect = torch.ops.gemma_npu
-
-
-def _contiguous(node: Node) -> Node:
-    """The value with nothing strided about it: fused operators take no views with gaps."""
-    if node.meta["val"].is_contiguous():
-        return node
-    return call(node.graph, aten.clone.default, node, memory_format=torch.contiguous_format)
 
 
 def _ones(gm: GraphModule, like: torch.Tensor) -> Node:
@@ -39,8 +32,8 @@ def _store(gm: GraphModule, node: Node) -> None:
     call(
         gm.graph,
         torch.ops.npu.npu_scatter_pa_kv_cache.default,
-        _contiguous(key),
-        _contiguous(value),
+        packed(gm.graph, key),
+        packed(gm.graph, value),
         key_cache,
         value_cache,
         slots,
@@ -52,7 +45,9 @@ def _rotary(gm: GraphModule, node: Node) -> Node:
     x, *tables = (argument(node, name) for name in ("x", "cos", "sin"))
     wide = [call(gm.graph, aten.unsqueeze.default, table, -2) for table in tables]
     flat = x.meta["val"].dim() == 3  # tokens, heads, head_dim: one batch entry
-    operands = [call(gm.graph, aten.unsqueeze.default, each, 0) if flat else each for each in (_contiguous(x), *wide)]
+    operands = [
+        call(gm.graph, aten.unsqueeze.default, each, 0) if flat else each for each in (packed(gm.graph, x), *wide)
+    ]
     turned = call(gm.graph, torch.ops.npu.npu_rotary_mul.default, *operands)
     return call(gm.graph, aten.squeeze.dim, turned, 0) if flat else turned
 

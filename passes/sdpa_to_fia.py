@@ -12,13 +12,24 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.utils._python_dispatch import _disable_current_modes
 
 import gemma_npu_compile.ops.npu  # noqa: F401  (the operators, where torch_npu is absent)
 from gemma_npu_compile.capabilities import AttentionCall, Platform
 from gemma_npu_compile.passes.attention_masks import causal_mask
-from gemma_npu_compile.passes.fia_to_bnsd import is_packed, known_len, packed, size_of
-from gemma_npu_compile.passes.fx import argument, call, copy_trace, is_view, order_of, root, value, written_args
+from gemma_npu_compile.passes.fx import (
+    argument,
+    call,
+    copy_trace,
+    is_packed,
+    is_view,
+    known_len,
+    order_of,
+    packed,
+    root,
+    size_of,
+    value,
+    written_args,
+)
 from gemma_npu_compile.passes.result import PassResult
 
 aten = torch.ops.aten
@@ -209,9 +220,7 @@ class _Lowering:
                 if q_len > 1:  # a query that sees nothing gives zeros, as SDPA does
                     options["inner_precise"] = 2
             elif form == "causal":
-                with _disable_current_modes():  # a compiler runs under AOT's modes, which would make a fake buffer
-                    options |= {"atten_mask": causal_mask(self.gm, fake.device), "sparse_mode": 2}
-                options["atten_mask"].meta["val"] = fake.new_empty(2048, 2048, dtype=torch.bool)
+                options |= {"atten_mask": causal_mask(self.gm, fake), "sparse_mode": 2}
             first = packed(graph, query), packed(graph, key)
             operands = *first, first[1] if val is key else packed(graph, val)
             fused = call(graph, torch.ops.npu.npu_fused_infer_attention_score.default, *operands, **options)

@@ -66,7 +66,10 @@ def targets(gm: GraphModule) -> list[Any]:
 
 
 WRITES: dict[str, tuple[Fn, Any]] = {
-    "store_kv": (lambda kc, vc, k, s: store_kv(k, k, kc, vc, s), torch.ops.gemma_npu.store_kv.default),
+    "store_kv": (
+        lambda kc, vc, k, s: store_kv(k, k, kc, vc, s),
+        torch.ops.npu.npu_scatter_pa_kv_cache.default,
+    ),
     "index_copy_": (lambda kc, vc, k, s: kc.index_copy_(0, s % 4, k[:, None].expand(-1, 2, -1, -1)), None),
     "index_put_": (lambda kc, vc, k, s: kc.index_put_((s % 4,), k[:, None]), aten.index_put_.default),
     "accumulate": (lambda kc, vc, k, s: kc.index_put_((s % 4,), k[:, None], accumulate=True), None),

@@ -1,6 +1,7 @@
 """Plain SDPA becomes fused attention over un-repeated keys with the same numbers, or stays with its reason."""
 
 import operator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4ForCausalLM
 
-from gemma_npu_compile.capabilities import platform
+from gemma_npu_compile.capabilities import AttentionRule, platform
 from gemma_npu_compile.passes.sdpa_to_fia import sdpa_to_fia
 
 aten = torch.ops.aten
@@ -287,6 +288,56 @@ def test_keys_repeated_unlike_their_values_stay_repeated():
     close(run(gm, args), wanted)
 
 
+def test_is_causal_over_one_query_and_one_key_hides_nothing():
+    args = tensors(0, torch.float32, (1, 2, 1, 64), (1, 2, 1, 64))
+    gm = trace(lambda q, k: F.scaled_dot_product_attention(q, k, k, is_causal=True), *args)
+    assert sdpa_to_fia(gm, platform=A2).changed == 1
+    assert {"atten_mask", "sparse_mode"}.isdisjoint(only(gm).kwargs)
+    close(run(gm, args), args[1])
+
+
+def test_a_view_of_a_mask_whose_condition_is_expanded():
+    """The additive mask lay contiguous, its condition does not: the view of it needs a copy first."""
+
+    def call(query, key, hidden):
+        mask = torch.where(hidden.expand(2, 1, 3, 2, 3), -torch.inf, 0.0)
+        return F.scaled_dot_product_attention(query, key, key, mask.view(2, 1, 3, 6))
+
+    hidden = torch.rand(2, 1, 3, 1, 3, generator=torch.Generator().manual_seed(0)) < 0.3
+    args = (*tensors(0, torch.float32, (2, 2, 3, 64), (2, 2, 6, 64)), hidden)
+    gm = trace(call, *args)
+    wanted = run(gm, args)
+    assert sdpa_to_fia(gm, platform=A2).changed == 1
+    close(run(gm, args), wanted)
+
+
+@pytest.mark.parametrize("form", ["none", "causal", "full"])
+def test_the_platform_is_asked_for_the_form_of_the_mask(form):
+    """A table that allows this one form rewrites this one node."""
+
+    def call(query, key, mask):
+        sdpa = F.scaled_dot_product_attention
+        return sdpa(query, key, key), sdpa(query, key, key, is_causal=True), sdpa(query, key, key, mask)
+
+    args = (*tensors(0, torch.float32, (1, 2, 3, 64), (1, 2, 3, 64)), torch.rand(3, 3) < 0.8)
+    gm = trace(call, *args)
+    rule = AttentionRule(True, "a test", "BNSD", q_len=">1", paged=False, masks=(form,))
+    result = sdpa_to_fia(gm, platform=replace(A2, attention=(rule,)))
+    assert (result.changed, sum(result.left.values())) == (1, 2)
+    kwargs = only(gm).kwargs
+    assert kwargs.get("sparse_mode", 0) == (2 if form == "causal" else 0)
+    assert ("atten_mask" in kwargs) == (form != "none")
+
+
+def test_a_result_with_strides_of_its_own_stays():
+    x = torch.randn(2, 4, 3, 64)
+    gm = trace(lambda x: SDPA(x, x, x)[0], x)
+    (node,) = nodes(gm, SDPA)
+    strided = node.meta["val"][0].transpose(0, 1).contiguous().transpose(0, 1)
+    node.meta["val"] = (strided, *node.meta["val"][1:])
+    assert dict(sdpa_to_fia(gm, platform=A2).left) == {"a result with strides of its own": 1}
+
+
 def test_keys_repeated_along_their_length_stay():
     """The same pattern with another view behind it: two heads of ten keys, the second five as the first."""
 
@@ -363,6 +414,12 @@ def test_a_bool_mask_that_is_chosen_is_no_additive_one(choose):
     close(run(gm, args), call(*args))
 
 
+def test_values_of_another_width_stay():
+    args = tensors(0, torch.float32, (1, 2, 3, 64), (1, 2, 6, 64), (1, 2, 6, 32))
+    gm = trace(attention, *args, pre_dispatch=True)
+    assert dict(sdpa_to_fia(gm, platform=A2).left) == {"keys and values of different shapes": 1}
+
+
 @pytest.mark.parametrize(("dtype", "changed"), [(torch.float32, 0), (torch.bfloat16, 1), (torch.float16, 1)])
 def test_float32_is_emulated_and_no_device_has_it(dtype, changed):
     x = torch.empty(1, 2, 3, 64, dtype=dtype, device="meta")
@@ -436,6 +493,20 @@ def test_symbolic_sizes_stay_symbolic(form, fresh_dynamo):
     node = only(compiled.graphs[0])
     assert node.kwargs["num_key_value_heads"] == 2
     assert "test_sdpa_to_fia.py" in node.stack_trace
+
+
+def test_a_number_of_queries_that_may_be_one_stays(fresh_dynamo):
+    """``s // 2`` queries: one query and several have other rules."""
+
+    def call(query, key):
+        return F.scaled_dot_product_attention(query[:, :, : query.shape[2] // 2], key, key)
+
+    query, key = tensors(0, torch.float32, (1, 2, 6, 64), (1, 2, 5, 64))
+    compiled = Compiled(call)
+    torch._dynamo.mark_dynamic(query, 2)
+    close(compiled(query, key), call(query, key))
+    assert [dict(r.left) for r in compiled.results] == [{"a number of queries that may be one or more": 1}]
+    assert compiled.guards == 0
 
 
 def llama():
