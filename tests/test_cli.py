@@ -106,7 +106,7 @@ def test_explain_and_dump(directories, capsys, tmp_path):
     assert {p.name for p in folder.iterdir()} == {"graphs", "index.html", "index.md", "plan.json"}
     files = sorted(p.name for p in (folder / "graphs" / "0").iterdir())
     assert files[:2] == ["00_traced.py", "01_keep_writes_in_place.py"]
-    assert files[-1].endswith("bind_block_tables.py")
+    assert files[-1].endswith("fold_views.py")
     (graph,) = json.loads((folder / "plan.json").read_text())["graphs"]
     assert [(a["phase"], a["layer"], a["layout"], a["group"]) for a in graph["attention"]] == [
         ("draft.0", "assistant.layers.0", "BNSD", "g0"),
@@ -118,7 +118,7 @@ def test_explain_and_dump(directories, capsys, tmp_path):
     assert len(graph["passes"]) == len(files) - 1
     roles = {i["role"] for i in graph["inputs"]}
     assert {"cache", "block_table", "lengths", "token", "parameter"} <= roles
-    assert "store_kv" in (folder / "graphs" / "0" / files[-1]).read_text()
+    assert "npu_scatter_pa_kv_cache" in (folder / "graphs" / "0" / files[-1]).read_text()
     assert "auto_functionalized" in (folder / "graphs" / "0" / files[0]).read_text()
 
     note = folder / "note.txt"
