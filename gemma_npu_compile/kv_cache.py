@@ -94,7 +94,10 @@ class PagedKVCache(Cache):
         self.padding_lens, self.padding_tables = self._padding(capacity)
         for tensor in (*self.key_pools.values(), *self.value_pools.values(), self.padding_lens, *self.padding_tables):
             torch._dynamo.mark_static_address(tensor, guard=False)
-            torch._dynamo.mark_static(tensor)  # another cache in this process must not make its sizes symbolic
+            # Another cache in this process must not make its sizes symbolic. Not through mark_static: while another
+            # thread compiles, that takes the call for one inside the trace and marks nothing.
+            tensor._dynamo_static_indices = set(range(tensor.dim()))  # type: ignore[attr-defined]
+            tensor._has_dynamo_dim_marking = True  # type: ignore[attr-defined]
 
     def _padding(self, capacity: Capacity) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Lengths and tables of padded rows. A length of at least 1 gives every query, a draft's too, a finite key."""

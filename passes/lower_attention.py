@@ -40,11 +40,11 @@ class _Lowering:
 
     def _flat(self, cache: Node) -> Node:
         """A pool as (blocks, block_size, kv_heads * head_dim), the form every layout takes."""
-        blocks, size, heads, width = cache.meta["val"].shape
+        size, heads, width = map(int, cache.meta["val"].shape[1:])
         # An input's at the front: a view made before a write shows what is written.
         front = placeholders(self.gm)[-1] if cache.op == "placeholder" else cache
         with self.graph.inserting_after(front):
-            return call(self.graph, aten.view.default, cache, [blocks, size, heads * width])
+            return call(self.graph, aten.view.default, cache, [-1, size, heads * width])
 
     def _host_list(self, node: Node, capacity: int, block_size: int | None) -> Node | None:
         """The placeholder of a list of lengths; None when the host cannot compute them from the inputs."""

@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 import gemma_npu_compile.ops.npu  # noqa: F401  (the operators, where torch_npu is absent)
 from gemma_npu_compile.capabilities import Platform
 from gemma_npu_compile.passes.fold_constants import constant
-from gemma_npu_compile.passes.fx import argument, call, copy_trace, packed
+from gemma_npu_compile.passes.fx import argument, call, copy_trace, packed, value
 from gemma_npu_compile.passes.result import PassResult
 
 aten = torch.ops.aten
@@ -65,6 +65,12 @@ def _rms_norm(gm: GraphModule, node: Node) -> Node:
 
 def _add_rms_norm(gm: GraphModule, node: Node) -> tuple[Node, Node]:
     operands = argument(node, "x"), argument(node, "residual"), _weight(gm, node), argument(node, "eps")
+    if (
+        value(operands[2]).dtype != value(operands[0]).dtype
+    ):  # the fused operator wants one dtype, the norm alone does not
+        total = call(gm.graph, aten.add.Tensor, *operands[:2])
+        normed = call(gm.graph, torch.ops.npu.npu_rms_norm.default, total, *operands[2:])
+        return call(gm.graph, operator.getitem, normed, 0), total
     found = call(gm.graph, torch.ops.npu.npu_add_rms_norm.default, *operands)
     return call(gm.graph, operator.getitem, found, 0), call(gm.graph, operator.getitem, found, 2)
 

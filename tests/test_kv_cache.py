@@ -290,3 +290,13 @@ def test_impossible_capacity_is_named(name: str, value: Any) -> None:
 def test_impossible_sizes_are_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(**arguments)
+
+
+def test_sizes_are_static_also_while_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own marking does nothing then; a second cache would make the sizes of pools symbolic."""
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    cache = build()
+    marked = (*cache.key_pools.values(), *cache.value_pools.values(), cache.padding_lens, *cache.padding_tables)
+    for tensor in marked:
+        assert tensor._dynamo_static_indices == set(range(tensor.dim()))
+        assert tensor._dynamo_static_input_type == "unguarded"

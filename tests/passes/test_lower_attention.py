@@ -188,3 +188,20 @@ def test_idempotent() -> None:
     lowered(gm, "device")
     again = lower_attention(gm, platform=A2, kv_lens="device")
     assert (again.changed, sum(again.left.values())) == (0, 0)
+
+
+def test_symbolic_pools_put_no_raw_size_into_the_graph() -> None:
+    """A size that is a number only while tracing cannot be captured."""
+    args = inputs([300, 40], 4, 512, None, torch.float32)
+
+    def fn(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lens: Tensor) -> Tensor:
+        return paged_attention(query, keys, values, table, lens, 0.7, None, "TND", "verify/t.layers.0")
+
+    gm = make_fx(fn, tracing_mode="symbolic")(*args)
+    for index, node in enumerate(placeholders(gm)):
+        node.meta.update(source=index, label=node.name)
+    expected = gm(*args)
+    (node,) = lowered(gm, "device")
+    leaves = [each for n in gm.graph.nodes for each in torch.utils._pytree.tree_leaves((n.args, n.kwargs))]
+    assert not any(isinstance(each, torch.SymInt) for each in leaves)
+    torch.testing.assert_close(run(gm, args), expected, rtol=1e-5, atol=1e-5)
