@@ -64,13 +64,12 @@ def _rms_norm(gm: GraphModule, node: Node) -> Node:
 
 
 def _add_rms_norm(gm: GraphModule, node: Node) -> tuple[Node, Node]:
-    operands = argument(node, "x"), argument(node, "residual"), _weight(gm, node), argument(node, "eps")
-    if (
-        value(operands[2]).dtype != value(operands[0]).dtype
-    ):  # the fused operator wants one dtype, the norm alone does not
-        total = call(gm.graph, aten.add.Tensor, *operands[:2])
-        normed = call(gm.graph, torch.ops.npu.npu_rms_norm.default, total, *operands[2:])
+    x, residual, weight = argument(node, "x"), argument(node, "residual"), _weight(gm, node)
+    if value(weight).dtype != value(x).dtype:  # the norm alone takes a float32 weight, with the sum it does not
+        total = call(gm.graph, aten.add.Tensor, x, residual)
+        normed = call(gm.graph, torch.ops.npu.npu_rms_norm.default, total, weight, argument(node, "eps"))
         return call(gm.graph, operator.getitem, normed, 0), total
+    operands = x, residual, weight, argument(node, "eps")
     found = call(gm.graph, torch.ops.npu.npu_add_rms_norm.default, *operands)
     return call(gm.graph, operator.getitem, found, 0), call(gm.graph, operator.getitem, found, 2)
 
