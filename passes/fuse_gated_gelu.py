@@ -24,6 +24,7 @@ def half(node: Any) -> tuple[Node, int] | None:
     source = node.args[0] if isinstance(node, Node) and node.args else None
     if not isinstance(source, Node):
         return None
+    base: Any
     width = node.meta["val"].shape[-1] if isinstance(node.meta.get("val"), torch.Tensor) else None
     if node.target is operator.getitem and source.target in (aten.split.Tensor, aten.split_with_sizes.default):
         base, dim = source.args[0], argument(source, "dim")
@@ -33,7 +34,7 @@ def half(node: Any) -> tuple[Node, int] | None:
         which = {0: 0, width: 1, -width: 1}.get(argument(node, "start") or 0)
     else:
         return None
-    if which is None or not is_last(dim, base) or base.meta["val"].shape[-1] != 2 * width:
+    if which is None or width is None or not is_last(dim, base) or base.meta["val"].shape[-1] != 2 * width:
         return None
     return base, which
 

@@ -65,7 +65,8 @@ def _core(inverse: Node) -> _Core | str | None:
     square: Any = mean.args[0] if _calls(mean, aten.mean.dim) else None
     if not _calls(square, aten.pow.Tensor_Scalar, aten.mul.Tensor):
         return None
-    wide, eps, dims = square.args[0], total.args[1], argument(mean, "dim") or ()
+    wide, eps = square.args[0], total.args[1]
+    dims: Any = argument(mean, "dim") or ()
     if square.args[1] is not wide if square.target is aten.mul.Tensor else square.args[1] != 2:
         return None
     chain = (square, mean, total, inverse)

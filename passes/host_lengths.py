@@ -83,7 +83,8 @@ def integer_slice(lengths: Node) -> tuple[GraphModule, list[Node]] | None:
             return None
         needed[node] = None
         stack.extend(each for each in node.all_input_nodes if each not in needed)
-    graph, copies = Graph(), {}
+    graph = Graph()
+    copies: dict[Node, Node] = {}
     ordered = [node for node in lengths.graph.nodes if node in needed]
     for node in ordered:
         copies[node] = graph.node_copy(node, copies.__getitem__)

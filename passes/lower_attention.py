@@ -7,6 +7,9 @@ how far to read: for ever the same for a table clipped to a window, the row's bu
 
 import operator
 import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +23,7 @@ from gemma_npu_compile.passes.fx import argument, call, copy_trace, placeholders
 from gemma_npu_compile.passes.host_lengths import HostLengths, integer_slice
 from gemma_npu_compile.passes.large_heads_to_bnsd import attention_call
 from gemma_npu_compile.passes.result import PassResult
-from gemma_npu_compile.passes.sites import Attention, attention_nodes, query_len, record, row_count, site
+from gemma_npu_compile.passes.sites import attention_nodes, query_len, record, row_count, site
 
 aten = torch.ops.aten
 
@@ -31,9 +34,8 @@ class _Lowering:
     def __init__(self, gm: GraphModule, kv_lens: str) -> None:
         self.gm, self.graph, self.kv_lens = gm, gm.graph, kv_lens
         self._made: dict[Any, Any] = {}
-        self._first = next(iter(gm.graph.nodes))
 
-    def _once(self, key: Any, make: Any) -> Any:
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
@@ -79,14 +81,10 @@ class _Lowering:
                 )
             with self.graph.inserting_before(node):
                 rows = self._once(("rows", table), lambda: call(self.graph, aten.sym_size.int, table, 0))
-                return self._once(
-                    ("fixed", rows, capacity), lambda: self._repeated(capacity, rows)
-                ), f"fixed {capacity}"
+                fixed = self._once(("fixed", rows, capacity), lambda: self._repeated(capacity, rows))
+            return fixed, f"fixed {capacity}"
         host: HostLengths = made.meta["host"]
-        sites = (*host.sites, "/".join(site(node)))
-        made.meta["host"] = HostLengths(
-            *(getattr(host, f) for f in ("name", "sources", "slice")), sites, host.block_size, capacity
-        )
+        made.meta["host"] = replace(host, sites=(*host.sites, "/".join(site(node))))
         return made, "exact" if exact else "bucket"
 
     def _repeated(self, length: int, rows: Node) -> Node:
@@ -107,13 +105,14 @@ class _Lowering:
                 (form, lens, q_len, window, keys), lambda: visibility_mask(self.graph, lens, q_len, window, keys)
             )
 
-    def replace(self, node: Node) -> None:
+    def lower(self, node: Node) -> None:
+        """Put the fused operator in the place of a node."""
         query, caches = argument(node, "query"), [argument(node, f"{name}_cache") for name in ("key", "value")]
         layout, q_len = argument(node, "layout"), query_len(node)
         _, block_size, kv_heads, _ = caches[0].meta["val"].shape
         form = mask_form(q_len, argument(node, "window"), self.kv_lens)
         facts, (lengths, kind) = record(node), self.lengths(node)
-        keys, values = (self._once(("flat", each), lambda each=each: self._flat(each)) for each in caches)
+        keys, values = (self._once(("flat", each), partial(self._flat, each)) for each in caches)
         options: dict[str, Any] = {
             "actual_seq_lengths_kv": lengths,
             "block_table": argument(node, "block_table"),
@@ -138,7 +137,7 @@ class _Lowering:
             fused.meta["val"] = torch.empty_like(fake), fake.new_empty(0, dtype=torch.float32)
             result = call(self.graph, operator.getitem, fused, 0)
         copy_trace(fused, node)
-        fused.meta["attention"] = Attention(**{**vars(facts), "lengths": kind})
+        fused.meta["attention"] = replace(facts, lengths=kind)
         node.replace_all_uses_with(result)
         self.graph.erase_node(node)
 
@@ -170,6 +169,6 @@ def lower_attention(gm: GraphModule, *, platform: Platform, kv_lens: str) -> Pas
         elif not (allowed := platform.judge(attention_call(node, kv_lens))).legal:
             result.left[f"{allowed.rule}: the dialect's kernel stays"] += 1
         else:
-            lowering.replace(node)
+            lowering.lower(node)
             result.changed += 1
     return result
