@@ -35,9 +35,11 @@ class Options:
             (``max_rows`` of the cache). That ceiling is always added. Size 1 becomes 2: torch traces one row apart.
         capabilities: a JSON file with rules to put in front of the platform's table (capabilities.py).
         kv_lens: ``"device"`` hides keys behind lengths with a mask computed on the device; the host knows lengths in
-            buckets only. ``"host"`` hands exact lengths of full-attention layers to the operator at every replay.
+            buckets only. ``"host"`` hands exact lengths of full-attention layers to the operator at every replay. The
+            CPU platform reads lengths as they are, in either mode.
         skip_softcap: take the argmax of logits before their soft cap; other tokens only where the cap makes a tie.
-        merge_weights: compute gate and up projections as one product of a merged copy of both weights.
+        merge_weights: compute gate and up projections as one product of a merged copy of both weights. A weight changed
+            through ``.data`` afterwards is not seen.
         on_fallback: ``"warn"`` runs an uncaptured call and warns once per reason; ``"error"`` raises instead.
         max_captures: captured graphs per compiled graph, for graphs whose inputs have no declared row padding.
         disable_passes: names of passes to leave out (``gemma_npu_compile.passes.PASSES``).

@@ -18,26 +18,30 @@ def _version(weight: Tensor) -> int:
 
 
 class MergedWeights:
-    """The merged weights of one model; made anew, at the same addresses, when an original was changed in place."""
+    """The merged weights of one model; made anew, at the same addresses, when an original was changed or replaced.
+
+    A change through ``.data``, and one of an inference tensor, leaves no trace and is not seen.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._recipes = [each for each in plan.extras if not isinstance(each, HostLengths)]
         self._tensors: list[Tensor] = []
-        self._versions: list[int] = []
+        self._originals: list[list[Tensor]] = []  # kept: another weight must not come to lie at the address of one
+        self._versions: list[tuple[int, int]] = []
 
     def tensors(self, args: list[Any]) -> list[Tensor]:
         """The merged weights for the weights among ``args``."""
         if not self._recipes:
             return []
-        versions = [_version(args[source]) for recipe in self._recipes for source in recipe.sources]
+        originals = [[args[source] for source in recipe.sources] for recipe in self._recipes]
+        versions = [(each.data_ptr(), _version(each)) for given in originals for each in given]
         if versions != self._versions:
-            sources = [[args[source] for source in recipe.sources] for recipe in self._recipes]
             if not self._tensors:
-                self._tensors = [recipe(given) for recipe, given in zip(self._recipes, sources, strict=True)]
+                self._tensors = [recipe(given) for recipe, given in zip(self._recipes, originals, strict=True)]
             else:
-                for recipe, given, tensor in zip(self._recipes, sources, self._tensors, strict=True):
+                for recipe, given, tensor in zip(self._recipes, originals, self._tensors, strict=True):
                     recipe(given, out=tensor)
-            self._versions = versions
+            self._originals, self._versions = originals, versions
         return self._tensors
 
     @property

@@ -168,7 +168,7 @@ def make_plan(gm: GraphModule, static: set[int]) -> Plan:
     inputs: list[Input] = []
     symbols: dict[sympy.Symbol, None] = {}
     groups = {n.meta["source"]: n.meta["table"].group for n in nodes if "table" in n.meta}
-    merged = {source for extra in extras if isinstance(extra, MergedWeight) for source in extra.sources}
+    read = {source for extra in extras for source in extra.sources}
     paddings = {n.meta["padding"] for n in nodes if "padding" in n.meta}
     for node in nodes:
         fake, binding, padding = node.meta["val"], node.meta.get("table"), node.meta.get("padding")
@@ -179,7 +179,7 @@ def make_plan(gm: GraphModule, static: set[int]) -> Plan:
             role = "other"
             if node in paddings:
                 role = "padding"
-            elif not node.users and binding is None and node.meta["source"] not in merged:
+            elif not node.users and binding is None and node.meta["source"] not in read:
                 role = "unused"
             elif group is not None:
                 role = "block_table"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from gemma_npu_compile.passes.fx import argument, call, copy_trace
+from gemma_npu_compile.passes.fx import argument, call, copy_trace, root, written_roots
 from gemma_npu_compile.passes.result import PassResult
 from gemma_npu_compile.passes.sites import attention_nodes, query_len, row_count
 
@@ -44,6 +44,7 @@ def clip_to_window(gm: GraphModule) -> PassResult:
     result = PassResult()
     graph = gm.graph
     clips: dict[Any, tuple[Node, Node]] = {}
+    written = written_roots(graph)
     for node in attention_nodes(gm):
         window, table, lens = (argument(node, name) for name in ("window", "block_table", "kv_lens"))
         if window is None:
@@ -59,7 +60,8 @@ def clip_to_window(gm: GraphModule) -> PassResult:
             result.left[f"the table is {reason}"] += 1
             continue
         shared = table.meta["source"] if table.op == "placeholder" and "source" in table.meta else table
-        key = (shared, lens, window + q_len, block_size)
+        changing = written & {root(lens), root(table)}  # what the graph writes to is another value each time
+        key = (shared, lens, window + q_len, block_size, node if changing else None)
         if key not in clips:
             with graph.inserting_before(node):
                 clips[key] = _clip(graph, table, lens, window + q_len - 1, span, block_size)

@@ -1,5 +1,6 @@
 """Keep constant tensors (``arange``, ``full``) as buffers of the graph instead of making them anew in every replay."""
 
+from itertools import count
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ def constant(gm: GraphModule, name: str, value: Tensor, fake: Tensor) -> Node:
         gm.register_buffer(name, value, persistent=False)
     for node in gm.graph.find_nodes(op="get_attr", target=name):
         return node
-    with gm.graph.inserting_after(placeholders(gm)[-1]):
+    inputs, first = placeholders(gm), next(iter(gm.graph.nodes))
+    with gm.graph.inserting_after(inputs[-1]) if inputs else gm.graph.inserting_before(first):
         node = gm.graph.get_attr(name)
     node.meta["val"] = fake
     return node
@@ -60,7 +62,7 @@ def fold_constants(gm: GraphModule) -> PassResult:
             continue
         key = (node.target, str(node.args), str(sorted(node.kwargs.items(), key=str)))
         if key not in known:
-            name = f"constant_{len(known)}"
+            name = next(n for n in (f"constant_{i}" for i in count()) if not hasattr(gm, n))
             with torch.utils._python_dispatch._disable_current_modes():
                 value = node.target(*node.args, **node.kwargs)
             known[key] = constant(gm, name, value, fake)

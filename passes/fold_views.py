@@ -3,7 +3,7 @@
 import torch
 from torch.fx import GraphModule, Node
 
-from gemma_npu_compile.passes.fx import value
+from gemma_npu_compile.passes.fx import is_packed, value
 from gemma_npu_compile.passes.result import PassResult
 
 aten = torch.ops.aten
@@ -26,7 +26,7 @@ def fold_views(gm: GraphModule) -> PassResult:
         if not isinstance(inner, Node) or inner.op != "call_function":
             continue
         if node.target in _SHAPES and inner.target in _SHAPES:
-            if value(inner.args[0]).is_contiguous():
+            if is_packed(value(inner.args[0])):
                 node.update_arg(0, inner.args[0])
                 result.changed += 1
         elif (

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from gemma_npu_compile.passes.fx import root, written_roots
+
 aten = torch.ops.aten
 
 _INTEGER_OPERATORS = {
@@ -70,14 +72,18 @@ class HostLengths:
 def integer_slice(lengths: Node) -> tuple[GraphModule, list[Node]] | None:
     """The part of a graph that computes ``lengths`` from its inputs by integer arithmetic, and those inputs.
 
-    None when anything else is involved: a value the graph reads from a cache, a float, a symbolic size.
+    None when anything else is involved: a value the graph reads from a cache, a float, a symbolic size, or a tensor the
+    graph writes to, whose contents at the attention are not those the host sees before the replay.
     """
+    written = written_roots(lengths.graph)
     needed: dict[Node, None] = {}
     stack = [lengths]
     while stack:
         node = stack.pop()
         fake = node.meta.get("val")
         if not isinstance(fake, Tensor) or fake.dtype.is_floating_point or fake.dtype.is_complex:
+            return None
+        if root(node) in written:
             return None
         if node.op != "placeholder" and (node.op != "call_function" or node.target not in _INTEGER_OPERATORS):
             return None

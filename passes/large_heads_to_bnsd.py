@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from gemma_npu_compile.capabilities import AttentionCall, Platform
 from gemma_npu_compile.errors import CompileError
 from gemma_npu_compile.passes.attention_masks import mask_form
-from gemma_npu_compile.passes.fx import argument, call, copy_trace
+from gemma_npu_compile.passes.fx import argument, call, copy_trace, packed
 from gemma_npu_compile.passes.result import PassResult
 from gemma_npu_compile.passes.sites import attention_nodes, query_len, row_count
 
@@ -47,6 +47,7 @@ def _rewrite(gm: GraphModule, node: Node, facts: AttentionCall) -> None:
     swap = facts.q_len > 1  # with one query per row both layouts lie the same in memory
     with graph.inserting_before(node):
         rows = call(graph, aten.sym_size.int, table, 0)
+        query = packed(graph, query)
         if swap:
             split = call(graph, aten.view.default, query, [rows, facts.q_len, facts.heads, facts.head_dim])
             bnsd = _swapped(graph, split)

@@ -19,7 +19,7 @@ import gemma_npu_compile.ops.npu  # noqa: F401  (the operators, where torch_npu 
 from gemma_npu_compile.capabilities import Platform
 from gemma_npu_compile.errors import CompileError
 from gemma_npu_compile.passes.attention_masks import causal_mask, mask_form, visibility_mask
-from gemma_npu_compile.passes.fx import argument, call, copy_trace, placeholders
+from gemma_npu_compile.passes.fx import argument, call, copy_trace, packed, placeholders, root, written_roots
 from gemma_npu_compile.passes.host_lengths import HostLengths, integer_slice
 from gemma_npu_compile.passes.large_heads_to_bnsd import attention_call
 from gemma_npu_compile.passes.result import PassResult
@@ -34,6 +34,7 @@ class _Lowering:
     def __init__(self, gm: GraphModule, kv_lens: str) -> None:
         self.gm, self.graph, self.kv_lens = gm, gm.graph, kv_lens
         self._made: dict[Any, Any] = {}
+        self._written = written_roots(gm.graph)
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._made:
@@ -101,9 +102,8 @@ class _Lowering:
         lens, table, window = (argument(node, name) for name in ("kv_lens", "block_table", "window"))
         keys = int(table.meta["val"].shape[1]) * int(argument(node, "key_cache").meta["val"].shape[1])
         with self.graph.inserting_before(node):
-            return self._once(
-                (form, lens, q_len, window, keys), lambda: visibility_mask(self.graph, lens, q_len, window, keys)
-            )
+            key = form, lens, q_len, window, keys, node if root(lens) in self._written else None
+            return self._once(key, lambda: visibility_mask(self.graph, lens, q_len, window, keys))
 
     def lower(self, node: Node) -> None:
         """Put the fused operator in the place of a node."""
@@ -115,7 +115,6 @@ class _Lowering:
         keys, values = (self._once(("flat", each), partial(self._flat, each)) for each in caches)
         options: dict[str, Any] = {
             "actual_seq_lengths_kv": lengths,
-            "block_table": argument(node, "block_table"),
             "num_heads": facts.heads,
             "scale": facts.scale,
             "input_layout": layout,
@@ -128,6 +127,7 @@ class _Lowering:
         if form == "causal":
             options["sparse_mode"] = 3
         with self.graph.inserting_before(node):
+            query, options["block_table"] = (packed(self.graph, x) for x in (query, argument(node, "block_table")))
             if layout == "TND":
                 options["actual_seq_lengths"] = self._cumulative(node, q_len)
             fused = self.graph.call_function(

@@ -36,7 +36,7 @@ def _store(gm: GraphModule, node: Node) -> None:
         packed(gm.graph, value),
         key_cache,
         value_cache,
-        slots,
+        packed(gm.graph, slots),
         cache_mode="Norm",
     )
 
@@ -53,8 +53,13 @@ def _rotary(gm: GraphModule, node: Node) -> Node:
 
 
 def _weight(gm: GraphModule, node: Node) -> Node:
-    weight = argument(node, "weight")
-    return _ones(gm, argument(node, "x").meta["val"]) if weight is None else weight
+    """The weight in a dtype the operators take: that of x, or float32."""
+    x, weight = argument(node, "x").meta["val"], argument(node, "weight")
+    if weight is None:
+        return _ones(gm, x)
+    if value(weight).dtype in (x.dtype, torch.float32):
+        return weight
+    return call(gm.graph, aten._to_copy.default, weight, dtype=torch.float32)
 
 
 def _rms_norm(gm: GraphModule, node: Node) -> Node:
@@ -97,13 +102,21 @@ _LOWERINGS: dict[str, tuple[str, str, Callable[[GraphModule, Node], Any]]] = {
 
 
 def lower_operators(gm: GraphModule, *, platform: Platform) -> PassResult:
-    """Replace dialect operators by ``npu::`` ones where the platform has them; numbers are those of the dialect."""
+    """Replace dialect operators by ``npu::`` ones where the platform has them.
+
+    float32 numbers are those of the dialect. In half precision the platform may round once more: a rotary's tables to
+    the dtype of x, and the GELU before the product where gate and up are two tensors.
+    """
     result = PassResult()
     for dialect_name, (name, axis, rewrite) in _LOWERINGS.items():
         for node in gm.graph.find_nodes(op="call_function", target=getattr(dialect, dialect_name).default):
-            verdict = platform.operator(name, int(argument(node, axis).meta["val"].shape[-1]))
+            fake = argument(node, axis).meta["val"]
+            verdict = platform.operator(name, int(fake.shape[-1]))
             if not verdict.legal:
                 result.left[verdict.rule] += 1
+                continue
+            if "0" in map(str, fake.shape) or (dialect_name == "rotary" and fake.dim() not in (3, 4)):
+                result.left[f"{name} takes no operand of shape {tuple(fake.shape)}"] += 1
                 continue
             with gm.graph.inserting_before(node):
                 new = rewrite(gm, node)

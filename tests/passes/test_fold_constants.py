@@ -52,3 +52,10 @@ def test_rows_and_large_ones_stay() -> None:
     gm = make_fx(fn, tracing_mode="symbolic")(torch.randn(3, 4))
     result = fold_constants(gm)
     assert (result.changed, dict(result.left)) == (0, {f"larger than {LARGEST} bytes": 1})
+
+
+def test_a_graph_without_inputs() -> None:
+    gm = make_fx(lambda: torch.arange(5) + 1, tracing_mode="fake")()
+    assert fold_constants(gm).changed == 1
+    gm.recompile()
+    assert gm().tolist() == [1, 2, 3, 4, 5]

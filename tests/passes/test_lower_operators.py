@@ -124,3 +124,27 @@ def test_the_cpu_and_wide_heads_keep_the_dialect() -> None:
     assert dict(result.left) == {"npu_rotary_mul: the last axis is 896, it must be at most 895": 1}
     result = lower_operators(gm, platform=platform("cpu"))
     assert (result.changed, dict(result.left)) == (0, {"cpu has no npu_rotary_mul": 1})
+
+
+def test_a_weight_of_another_half_type_is_widened() -> None:
+    x, weight = torch.randn(4, 16), torch.randn(16).bfloat16()
+    gm = lowered(lambda x, w: ops.rms_norm(x, w, 1e-6), x, weight)
+    same(gm, lambda x, w: ops.rms_norm(x, w, 1e-6), x, weight)
+    gm = lowered(lambda x, w: ops.add_rms_norm(x, x, w, 1e-6), x, weight)
+    same(gm, lambda x, w: ops.add_rms_norm(x, x, w, 1e-6), x, weight)
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes"),
+    [
+        (ops.rotary, [(2, 2, 3, 4, 16), (2, 2, 3, 16), (2, 2, 3, 16)]),
+        (ops.rotary, [(4, 16), (16,), (16,)]),
+        (lambda x: ops.add_rms_norm(x, x, None, 1e-6), [(0, 16)]),
+    ],
+)
+def test_what_the_operators_do_not_take_stays(fn: Callable[..., Any], shapes: list[tuple[int, ...]]) -> None:
+    gm = make_fx(fn, tracing_mode="fake")(*map(torch.randn, shapes))
+    result = lower_operators(gm, platform=A2)
+    (reason,) = result.left
+    assert result.changed == 0
+    assert str(shapes[0]) in reason

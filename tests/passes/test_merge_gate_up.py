@@ -107,3 +107,15 @@ def test_what_is_not_a_pair_of_products() -> None:
         run(torch.randn(3, 8))
     record = next(p for p in report.graphs[0].passes if p.name == "merge_gate_up")
     assert dict(record.left) == {"gate and up are not products of one input with two weights": 1}
+
+
+def test_weights_given_as_arguments_may_be_others_the_next_time() -> None:
+    def fn(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+        return nn.functional.gelu(x @ gate.t(), approximate="tanh") * (x @ up.t())
+
+    run, _ = compiled(fn, merge_weights=True)
+    x = torch.randn(3, 8)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        gate, up = torch.randn(12, 8), torch.randn(12, 8)  # new tensors, perhaps at an old address
+        torch.testing.assert_close(run(x, gate, up), fn(x, gate, up), rtol=1e-5, atol=1e-5)
