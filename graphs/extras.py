@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gemma_npu_compile.graphs.plan import Input, Plan
@@ -57,7 +56,6 @@ class Extras:
         inputs = {item.source: item for item in reversed(plan.inputs)}
         self._inputs = [[inputs[source] for source in host.sources] for host in plan.host]
 
-    @torch.no_grad()
     def host_lists(self, read: Read) -> list[list[int]]:
         """Contents of the host lists; ``read`` gives the tensor an input stands for (padded rows included, or not)."""
         pairs = zip(self._plan.host, self._inputs, strict=True)

@@ -5,12 +5,10 @@ stale or belongs to another KV group, and acceptance collapses. After this pass 
 the layer and the phase; inputs of one group are views of one stable buffer.
 """
 
-import re
-
 from torch.fx import GraphModule, Node
 
 from gemma_npu_compile.errors import CompileError
-from gemma_npu_compile.passes.fx import argument, placeholders
+from gemma_npu_compile.passes.fx import add_input, argument, placeholders
 from gemma_npu_compile.passes.result import PassResult
 from gemma_npu_compile.passes.sites import TableBinding, attention_nodes, site
 
@@ -41,19 +39,14 @@ def bind_block_tables(gm: GraphModule) -> PassResult:
     _check_caches(unbound)
     tables = {argument(n, "block_table") for n in unbound}
     groups = {node: f"g{i}" for i, node in enumerate(n for n in inputs if n in tables)}
-    last = inputs[-1] if inputs else None
     for node in unbound:
         table = argument(node, "block_table")
         if table not in groups:
             result.left["the table is computed in the graph"] += 1
             continue
         assert isinstance(table, Node)
-        assert last is not None
         phase, layer = site(node)
-        with gm.graph.inserting_after(last):
-            bound = gm.graph.placeholder(re.sub(r"\W", "_", f"block_table_{phase}_{layer}"))
-        bound.target = bound.name  # unique, while the name asked for may occur twice
-        last = bound
+        bound = add_input(gm, f"block_table_{phase}_{layer}")
         bound.meta.update(table.meta)
         bound.meta["table"] = TableBinding(layer, phase, groups[table])
         node.meta["table"] = bound.name, bound.meta["table"]

@@ -7,7 +7,7 @@ as wide as the vocabulary (262144), and take its argmax. The best of the scores,
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from gemma_npu_compile.passes.fx import call, copy_trace
+from gemma_npu_compile.passes.fx import call, copy_trace, is_last
 from gemma_npu_compile.passes.result import PassResult
 
 aten = torch.ops.aten
@@ -22,10 +22,6 @@ def _scatter_behind(node: Node) -> tuple[Node | None, list[Node]]:
         current = current.args[0]
     found = isinstance(current, Node) and current.target is aten.scatter.src
     return (current if found else None), selections[::-1]  # type: ignore[return-value]
-
-
-def _last(dim: object, node: Node) -> bool:
-    return isinstance(dim, int) and dim in (-1, node.meta["val"].dim() - 1)
 
 
 def _selected(graph: Graph, tensor: Node, selections: list[Node]) -> Node:
@@ -60,9 +56,9 @@ def _reason(node: Node, scatter: Node, selections: list[Node]) -> str | None:
     """Why this argmax cannot be taken over the candidates."""
     if not _below_all(scatter.args[0], scatter.args[3]):
         return "the scores are scattered over values that need not be lower"
-    if len(node.args) < 2 or not _last(node.args[1], node.args[0]) or (len(node.args) > 2 and node.args[2]):  # type: ignore
+    if len(node.args) < 2 or not is_last(node.args[1], node.args[0]) or (len(node.args) > 2 and node.args[2]):  # type: ignore
         return "the argmax is not over the vocabulary"
-    if not _last(scatter.args[1], scatter) or any(_last(s.args[1], s.args[0]) for s in selections):  # type: ignore
+    if not is_last(scatter.args[1], scatter) or any(is_last(s.args[1], s.args[0]) for s in selections):  # type: ignore
         return "the scatter is not over the vocabulary"
     return None
 

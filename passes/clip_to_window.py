@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from gemma_npu_compile.passes.fx import argument, call, copy_trace, root, written_roots
+from gemma_npu_compile.passes.fx import argument, arguments, call, copy_trace, root, written_roots
 from gemma_npu_compile.passes.result import PassResult
 from gemma_npu_compile.passes.sites import attention_nodes, query_len, row_count
 
@@ -67,8 +67,7 @@ def clip_to_window(gm: GraphModule) -> PassResult:
                 clips[key] = _clip(graph, table, lens, window + q_len - 1, span, block_size)
             copy_trace(clips[key][0], node)
         clipped, local = clips[key]
-        names = [each.name for each in node.target._schema.arguments]  # type: ignore[union-attr]
-        new = {**{name: argument(node, name) for name in names}, "block_table": clipped, "kv_lens": local}
-        node.args, node.kwargs = tuple(new[name] for name in names), {}
+        new = {**arguments(node), "block_table": clipped, "kv_lens": local}
+        node.args, node.kwargs = tuple(new.values()), {}
         result.changed += 1
     return result

@@ -7,16 +7,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 import gemma_npu_compile.ops  # noqa: F401  (registers the dialect)
-from gemma_npu_compile.passes.fx import argument, call, copy_trace, root, written_roots
+from gemma_npu_compile.passes.fx import argument, call, copy_trace, is_last, root, same_layout, written_roots
 from gemma_npu_compile.passes.result import PassResult
 
 aten = torch.ops.aten
 gemma_npu = torch.ops.gemma_npu
-
-
-def is_last(dim: Any, node: Node) -> bool:
-    """Whether ``dim`` names the last axis of ``node``."""
-    return isinstance(dim, int) and dim in (-1, node.meta["val"].dim() - 1)
 
 
 def half(node: Any) -> tuple[Node, int] | None:
@@ -37,16 +32,6 @@ def half(node: Any) -> tuple[Node, int] | None:
     if which is None or width is None or not is_last(dim, base) or base.meta["val"].shape[-1] != 2 * width:
         return None
     return base, which
-
-
-def same_layout(new: Node, old: Node) -> bool:
-    """Whether two results lie the same in memory: a view of one is a view of the other. Adds no guards."""
-    a, b = new.meta["val"], old.meta["val"]
-    return str(tuple(a.shape)) == str(tuple(b.shape)) and all(
-        str(left) == str(right)
-        for left, right, size in zip(a.stride(), b.stride(), a.shape, strict=True)
-        if str(size) != "1"
-    )
 
 
 def _match(gelu: Node, written: set[Node]) -> tuple[Node, Node] | str:

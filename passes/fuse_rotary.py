@@ -12,8 +12,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 import gemma_npu_compile.ops  # noqa: F401  (registers the dialect)
-from gemma_npu_compile.passes.fuse_gated_gelu import half, is_last, same_layout
-from gemma_npu_compile.passes.fx import argument, call, copy_trace, root, written_roots
+from gemma_npu_compile.passes.fuse_gated_gelu import half
+from gemma_npu_compile.passes.fx import argument, call, copy_trace, is_last, root, same_layout, written_roots
 from gemma_npu_compile.passes.result import PassResult
 
 aten = torch.ops.aten

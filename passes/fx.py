@@ -2,6 +2,7 @@
 
 import contextlib
 import operator
+import re
 import weakref
 from typing import Any
 
@@ -14,6 +15,14 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 def placeholders(gm: GraphModule) -> list[Node]:
     """Inputs of the graph, in order."""
     return gm.graph.find_nodes(op="placeholder")
+
+
+def add_input(gm: GraphModule, name: str) -> Node:
+    """A new placeholder behind the inputs there are, named ``name`` where that makes an identifier nobody has."""
+    with gm.graph.inserting_after(placeholders(gm)[-1]):
+        made = gm.graph.placeholder(re.sub(r"\W", "_", name))
+    made.target = made.name  # unique, while the name asked for may occur twice
+    return made
 
 
 def order_of(graph: Graph) -> dict[Node, int]:
@@ -66,6 +75,11 @@ def argument(node: Node, name: str) -> Any:
     raise KeyError(name)
 
 
+def arguments(node: Node) -> dict[str, Any]:
+    """All arguments of an operator call by name, in the order of its schema; defaults when not given."""
+    return {each.name: argument(node, each.name) for each in node.target._schema.arguments}  # type: ignore[union-attr]
+
+
 def value(arg: Any) -> Any:
     """The fake value of a node, or the argument itself."""
     return arg.meta["val"] if isinstance(arg, Node) else arg
@@ -104,6 +118,21 @@ def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
             known[key] = target(*fake_args, **fake_kwargs)
     node.meta["val"] = known[key]
     return node
+
+
+def is_last(dim: Any, node: Node) -> bool:
+    """Whether ``dim`` names the last axis of ``node``."""
+    return isinstance(dim, int) and dim in (-1, node.meta["val"].dim() - 1)
+
+
+def same_layout(new: Node, old: Node) -> bool:
+    """Whether two results lie the same in memory: a view of one is a view of the other. Adds no guards."""
+    a, b = new.meta["val"], old.meta["val"]
+    return str(tuple(a.shape)) == str(tuple(b.shape)) and all(
+        str(left) == str(right)
+        for left, right, size in zip(a.stride(), b.stride(), a.shape, strict=True)
+        if str(size) != "1"
+    )
 
 
 def known_len(size: Any) -> int | None:

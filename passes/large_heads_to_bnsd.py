@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from gemma_npu_compile.capabilities import AttentionCall, Platform
 from gemma_npu_compile.errors import CompileError
 from gemma_npu_compile.passes.attention_masks import mask_form
-from gemma_npu_compile.passes.fx import argument, call, copy_trace, packed
+from gemma_npu_compile.passes.fx import argument, arguments, call, copy_trace, packed
 from gemma_npu_compile.passes.result import PassResult
 from gemma_npu_compile.passes.sites import attention_nodes, query_len, row_count
 
@@ -53,9 +53,8 @@ def _rewrite(gm: GraphModule, node: Node, facts: AttentionCall) -> None:
             bnsd = _swapped(graph, split)
         else:
             bnsd = call(graph, aten.view.default, query, [rows, facts.heads, 1, facts.head_dim])
-        names = [each.name for each in node.target._schema.arguments]  # type: ignore[union-attr]
-        new = {**{name: argument(node, name) for name in names}, "query": bnsd, "layout": "BNSD"}
-        attention = call(graph, node.target, *(new[name] for name in names))
+        new = {**arguments(node), "query": bnsd, "layout": "BNSD"}
+        attention = call(graph, node.target, *new.values())
         back = _swapped(graph, attention) if swap else attention
         tokens = call(graph, aten.sym_size.int, query, 0)
         flat = call(graph, aten.view.default, back, [tokens, facts.heads, facts.head_dim])

@@ -6,7 +6,6 @@ how far to read: for ever the same for a table clipped to a window, the row's bu
 """
 
 import operator
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,7 @@ import gemma_npu_compile.ops.npu  # noqa: F401  (the operators, where torch_npu 
 from gemma_npu_compile.capabilities import Platform
 from gemma_npu_compile.errors import CompileError
 from gemma_npu_compile.passes.attention_masks import causal_mask, mask_form, visibility_mask
-from gemma_npu_compile.passes.fx import argument, call, copy_trace, packed, placeholders, root, written_roots
+from gemma_npu_compile.passes.fx import add_input, argument, call, copy_trace, packed, placeholders, root, written_roots
 from gemma_npu_compile.passes.host_lengths import HostLengths, integer_slice
 from gemma_npu_compile.passes.large_heads_to_bnsd import attention_call
 from gemma_npu_compile.passes.result import PassResult
@@ -55,11 +54,7 @@ class _Lowering:
         found = integer_slice(lens)
         if found is None or any("source" not in each.meta for each in found[1]):
             return None
-        last = placeholders(self.gm)[-1]
-        name = re.sub(r"\W", "_", f"kv_lens_{site(node)[0].split('.')[0]}")
-        with self.graph.inserting_after(last):
-            made = self.graph.placeholder(name)
-        made.target = made.name
+        made = add_input(self.gm, f"kv_lens_{site(node)[0].split('.')[0]}")
         sources = tuple(each.meta["source"] for each in found[1])
         made.meta["host"] = HostLengths(made.name, sources, found[0], (), block_size, capacity)
         return made

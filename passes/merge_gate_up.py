@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from gemma_npu_compile.passes.fx import argument, call, copy_trace, placeholders
+from gemma_npu_compile.passes.fx import add_input, argument, call, copy_trace
 from gemma_npu_compile.passes.result import PassResult
 
 aten = torch.ops.aten
@@ -66,9 +66,7 @@ def merge_gate_up(gm: GraphModule, *, merge_weights: bool) -> PassResult:
             continue
         (x, *_), weights = gate, (gate[1], up[1])
         fakes = [weight.meta["val"] for weight in weights]
-        with graph.inserting_after(placeholders(gm)[-1]):
-            merged = graph.placeholder(f"merged_{weights[0].name}_{weights[1].name}")
-        merged.target = merged.name
+        merged = add_input(gm, f"merged_{weights[0].name}_{weights[1].name}")
         merged.meta["val"] = fakes[0].new_empty(sum(fake.shape[0] for fake in fakes), fakes[0].shape[1])
         merged.meta["merged"] = MergedWeight(merged.name, tuple(weight.meta["source"] for weight in weights))
         with graph.inserting_before(node):
