@@ -1,0 +1,40 @@
+"""``gemma-npu``: run a pair, measure acceptance, show what was compiled. One module per command."""
+
+import json
+import sys
+from collections.abc import Sequence
+
+from gemma_npu_compile import __version__
+from gemma_npu_compile.cli import acceptance, dump, env, explain, run
+from gemma_npu_compile.cli.common import Parser, common_flags, pair_flags
+from gemma_npu_compile.errors import CaptureError
+
+COMMANDS = {each.COMMAND.name: each.COMMAND for each in (run, acceptance, explain, dump, env)}
+
+
+def parser() -> Parser:
+    """The command line."""
+    common, pair = common_flags(), pair_flags()
+    top = Parser(prog="gemma-npu", description="run a pair, measure acceptance, show what was compiled")
+    top.add_argument("--version", action="version", version=f"gemma-npu {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for each in COMMANDS.values():
+        parents = [common, pair] if each.pair else [common]
+        each.arguments(commands.add_parser(each.name, parents=parents, help=each.help))
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point. Returns 0 (done), 1 (the answer is no) or 2 (a user's mistake, one line on stderr)."""
+    args = parser().parse_args(argv)
+    command = COMMANDS[args.command]
+    try:
+        answer, code = command.run(args)
+    except (ValueError, OSError, CaptureError) as error:
+        print(f"gemma-npu: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(answer))
+    else:
+        command.show(answer)
+    return code
