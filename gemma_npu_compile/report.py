@@ -20,6 +20,8 @@ class GraphReport:
         recompile: this compilation replaced an earlier one of the same code.
         seconds: wall time of ``aot`` (from the backend's call to the inference graph), ``passes`` and ``capture``.
         captures: captured graphs.
+        checked: captures of which a replay with other contents equalled the uncaptured graph before they were used.
+        unchecked: why no such replay could be made.
         sizes: rows of each capture of a graph with declared row padding, in the order of capture.
         fallbacks: calls that ran uncaptured although capture was asked for, by reason.
         host_updates: captured tasks whose host lengths were refreshed before a replay.
@@ -34,6 +36,8 @@ class GraphReport:
     plan: "Plan | None" = None
     seconds: dict[str, float] = field(default_factory=dict)
     captures: int = 0
+    checked: int = 0
+    unchecked: str | None = None
     sizes: list[int] = field(default_factory=list)
     replays: int = 0
     eager_calls: int = 0
@@ -58,6 +62,8 @@ class GraphReport:
             "seconds": dict(self.seconds),
             "sizes": list(self.sizes),
             "captures": self.captures,
+            "checked": self.checked,
+            "unchecked": self.unchecked,
             "replays": self.replays,
             "eager_calls": self.eager_calls,
             "host_updates": self.host_updates,

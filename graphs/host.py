@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gemma_npu_compile.errors import CaptureError, ReplayError
+from gemma_npu_compile.graphs.capturable import refuse_uncapturable
 from gemma_npu_compile.graphs.memory import Layout, Pool
 from gemma_npu_compile.graphs.plan import dim
 from gemma_npu_compile.ops.library import KERNELS, Kernel
@@ -26,16 +27,6 @@ from gemma_npu_compile.passes.fx import is_view, where
 
 aten = torch.ops.aten
 
-SYNCS = {
-    aten._local_scalar_dense.default: "reads a number from the device (.item())",
-    aten.item.default: "reads a number from the device (.item())",
-    aten.is_nonzero.default: "reads a truth value from the device",
-    aten.equal.default: "reads a comparison from the device",
-    aten.nonzero.default: "has a result size that depends on data",
-    aten.masked_select.default: "has a result size that depends on data",
-    aten._unique2.default: "has a result size that depends on data",
-    aten.repeat_interleave.Tensor: "has a result size that depends on data",
-}
 _COPIES = {aten._to_copy.default, aten.clone.default, aten.lift_fresh_copy.default}
 
 
@@ -99,7 +90,7 @@ class HostGraph:
         args = [list(arg) if isinstance(arg, list) else arg for arg in args]
         self.host: list[list[int]] = [arg for arg in args if isinstance(arg, list)]
         nodes = list(gm.graph.nodes)
-        self._refuse(nodes)
+        refuse_uncapturable(nodes, name)
         offsets, peak = self._plan_memory(nodes)
         block = pool.take(peak)
         self._owned: list[Any] = [args, block]
@@ -147,26 +138,6 @@ class HostGraph:
         return len(self._readers[index])
 
     # ---- capture
-
-    def _refuse(self, nodes: list[Node]) -> None:
-        """Find what cannot be recorded before anything is allocated."""
-        for node in nodes:
-            if node.op in ("call_module", "call_method"):
-                raise CaptureError(f"{self.name}: node {where(node)} is a {node.op}, which a capture cannot record")
-            if node.op != "call_function":
-                continue
-            target: Any = node.target
-            why = SYNCS.get(target)
-            if why is None and torch.Tag.data_dependent_output in getattr(target, "tags", ()):
-                why = "has a result that depends on data the host must read"
-            if why is not None:
-                raise CaptureError(f"{self.name}: {where(node)} {why}; this cannot be captured")
-            if not isinstance(target, torch._ops.OpOverload):
-                tensors = any(isinstance(arg.meta.get("val"), Tensor) for arg in node.all_input_nodes)
-                if tensors and target is not operator.getitem:
-                    raise CaptureError(f"{self.name}: {where(node)} is not an operator; a capture cannot record it")
-            elif target._schema.is_mutable and any(r.alias_info is None for r in target._schema.returns):
-                raise CaptureError(f"{self.name}: {where(node)} writes to an argument and returns a new result")
 
     def _int(self, size: Any, node: Node) -> int:
         expr = dim(size)

@@ -1,13 +1,13 @@
 """The plan: everything a replay needs to know of a graph, computed once from the final FX graph."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from gemma_npu_compile.passes.fx import written_roots
+from gemma_npu_compile.passes.fx import device_of, written_roots
 from gemma_npu_compile.passes.host_lengths import HostLengths
 from gemma_npu_compile.passes.merge_gate_up import MergedWeight
 from gemma_npu_compile.passes.sites import Attention, label, record
@@ -93,6 +93,7 @@ class Plan:
         max_rows: rows the inputs' paddings allow; None without ``rows``.
         unpadded: why there is no ``rows``.
         symbols: every symbol of the graph, in the order of the inputs; captures are keyed by their values.
+        device: where the graph runs: an NPU if any tensor it reads is on one.
     """
 
     inputs: tuple[Input, ...]
@@ -103,6 +104,7 @@ class Plan:
     rows: sympy.Symbol | None
     max_rows: int | None
     unpadded: str | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
     def host(self) -> tuple[HostLengths, ...]:
@@ -217,7 +219,8 @@ def make_plan(gm: GraphModule, static: set[int]) -> Plan:
     rows, max_rows, unpadded = _rows(inputs, {n.meta["source"]: n.meta["val"] for n in nodes})
     (results,) = gm.graph.find_nodes(op="output")[0].args
     outputs = tuple(_output(r) for r in results)
-    return Plan(tuple(inputs), outputs, attention, extras, tuple(symbols), rows, max_rows, unpadded)
+    device = device_of(gm)
+    return Plan(tuple(inputs), outputs, attention, extras, tuple(symbols), rows, max_rows, unpadded, device)
 
 
 def _rows(inputs: list[Input], values: dict[int, Any]) -> tuple[sympy.Symbol | None, int | None, str | None]:

@@ -15,8 +15,9 @@ from gemma_npu_compile.errors import CaptureError, ReplayError
 from gemma_npu_compile.graphs.buffers import StableBuffers
 from gemma_npu_compile.graphs.extras import Extras, MergedWeights, Read
 from gemma_npu_compile.graphs.plan import Plan, Values, evaluate
-from gemma_npu_compile.graphs.runtime import Captured, HostRuntime, Runtime
+from gemma_npu_compile.graphs.runtime import Captured, Runtime, runtime_for
 from gemma_npu_compile.graphs.sizes import capture_sizes, size_for
+from gemma_npu_compile.graphs.trust import Scratch, first_difference, load_scratch, why_unchecked
 from gemma_npu_compile.ops.npu import emulate
 from gemma_npu_compile.options import Options
 from gemma_npu_compile.report import GraphReport
@@ -69,7 +70,8 @@ class GraphRunner:
         self._extras = Extras(plan)
         self.sizes = capture_sizes(options.capture_sizes, plan.max_rows) if plan.max_rows is not None else ()
         self._lock = threading.Lock()
-        self._runtime: Runtime = HostRuntime()
+        self._runtime: Runtime = runtime_for(plan.device)
+        self._unchecked = why_unchecked(gm, plan)
         self._static = [i for i in plan.inputs if i.static and i.role != "unused"]
         self._bindings: list[_Binding] = []  # least recently used first
         self._warned: set[str] = set()
@@ -95,6 +97,7 @@ class GraphRunner:
             if self.plan.rows is None and not self.options.capture:
                 self.report.eager_calls += 1
                 return self._run_uncaptured(args)
+            self._runtime.order()
             binding = self._bind(args)
             key = self._key(sized)
             if self.options.capture and key not in binding.graphs:
@@ -114,12 +117,16 @@ class GraphRunner:
             self.report.eager_calls += 1
             return list(self.gm(*self._arguments(binding, args, buffers, sized)))
         graph = binding.graphs[self._key(sized)]
-        for index, contents in enumerate(self._extras.host_lists(self._read(args, buffers, sized))):
-            self.report.host_updates += graph.update(index, contents)
+        self.report.host_updates += self._update(graph, args, buffers, sized)
         binding.merged.tensors(args)
         graph.replay()
         self.report.replays += 1
         return graph.outputs
+
+    def _update(self, graph: Captured, args: list[Any], buffers: StableBuffers, sized: Values) -> int:
+        """Refresh the host lists of a capture from what lies in the buffers; how many tasks were updated."""
+        lists = self._extras.host_lists(self._read(args, buffers, sized))
+        return sum(graph.update(index, contents) for index, contents in enumerate(lists))
 
     def _read(self, args: list[Any], buffers: StableBuffers, sized: Values) -> Read:
         """What the captured graph reads for an input, padded rows included."""
@@ -200,7 +207,11 @@ class GraphRunner:
                 name = "capture" if self.plan.rows is None else f"capture of {each[self.plan.rows]} rows"
                 arguments = self._arguments(binding, args, buffers, each)
                 graphs[self._key(each)] = self._runtime.capture(self.gm, arguments, each, name)
+                self._check(binding, args, buffers, each, graphs[self._key(each)], name)
+                buffers.load(args, *largest)
+                self._update(graphs[self._key(each)], args, buffers, each)
         except CaptureError as error:
+            graphs.clear()
             binding.refused.update((self._key(each), str(error)) for each in wanted)
             del binding.buffers[() if self.plan.rows is not None else key]
             return str(error)
@@ -218,6 +229,33 @@ class GraphRunner:
         report.buffer_bytes = sum(b.nbytes for each in self._bindings for b in each.buffers.values())
         log.info("%s: %d captures, rows %s, pool %d bytes", report.name, len(graphs), report.sizes, report.pool_bytes)
         return None
+
+    def _check(
+        self, binding: _Binding, args: list[Any], buffers: StableBuffers, sized: Values, graph: Captured, name: str
+    ) -> None:
+        """Compare a replay with the uncaptured graph before the capture is trusted (graphs/trust.py).
+
+        Raises:
+            CaptureError: they differ; names the capture and the output.
+        """
+        if self._unchecked is not None:
+            self.report.unchecked = self._unchecked
+            return
+        if self.plan.rows is not None:
+            load_scratch(self.plan, buffers, args, sized[self.plan.rows])
+        self._update(graph, args, buffers, sized)
+        scratch = Scratch(self.plan, args)
+        graph.replay()
+        found = [each.clone() if isinstance(each, torch.Tensor) else each for each in graph.outputs]
+        scratch.restore()
+        expected = list(self.gm(*self._arguments(binding, args, buffers, sized)))
+        scratch.restore()
+        wrong = first_difference(found, expected)
+        if wrong is not None:
+            raise CaptureError(
+                f"{name}: a replay with other tables and lengths differs from the uncaptured graph in output {wrong}"
+            )
+        self.report.checked += 1
 
     # ---- without a capture
 

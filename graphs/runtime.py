@@ -2,6 +2,7 @@
 
 from typing import Any, Protocol
 
+import torch
 from torch.fx import GraphModule
 
 from gemma_npu_compile.graphs.host import HostGraph
@@ -28,6 +29,10 @@ class Runtime(Protocol):
         """Record ``gm`` on ``args`` without running it; raise CaptureError, naming the node, if that is impossible."""
         ...
 
+    def order(self) -> None:
+        """Called first in every call: what it queues comes behind what earlier calls queued."""
+        ...
+
     @property
     def nbytes(self) -> int:
         """Bytes of intermediates over all captures."""
@@ -47,9 +52,21 @@ class HostRuntime:
     def capture(self, gm: GraphModule, args: list[Any], values: Values, name: str) -> HostGraph:
         return HostGraph(gm, args, values, self._pool, name)
 
+    def order(self) -> None:
+        pass
+
     @property
     def nbytes(self) -> int:
         return self._pool.nbytes
 
     def free(self) -> None:
         self._pool.free()
+
+
+def runtime_for(device: torch.device) -> Runtime:
+    """The runtime of a device: ACL graphs on an NPU, the host's everywhere else."""
+    if device.type != "npu":
+        return HostRuntime()
+    from gemma_npu_compile.graphs.acl import AclRuntime
+
+    return AclRuntime(device)

@@ -194,3 +194,10 @@ def where(node: Node) -> str:
     last = files[-1]
     code = lines[last + 1] if last + 1 < len(lines) else ""
     return f"{node.name} ({node.target}) at {lines[last].removeprefix('File ')}: {code}"
+
+
+def device_of(gm: GraphModule) -> torch.device:
+    """Where a graph runs: the first device other than the CPU among its inputs, else the CPU."""
+    fakes = (node.meta.get("val") for node in placeholders(gm))
+    devices = (fake.device for fake in fakes if isinstance(fake, torch.Tensor))
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))

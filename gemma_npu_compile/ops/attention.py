@@ -8,6 +8,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from gemma_npu_compile.ops.attention_npu import paged_attention_npu
 from gemma_npu_compile.ops.library import NAMESPACE, define
 
 LAYOUTS = ("TND", "BNSD")
@@ -282,6 +283,7 @@ define(
     "float scale, int? window=None, str layout='TND', str layer='', Tensor? query_lens=None) -> Tensor",
     check=_check,
     run=_run,
+    device=paged_attention_npu,
 )
 
 

@@ -34,24 +34,34 @@ KERNELS: dict[torch._ops.OpOverload, Kernel] = {}
 
 
 def implement(
-    library: torch.library.Library, op: torch._ops.OpOverload, kernel: Kernel, fake: Callable[..., Any]
+    library: torch.library.Library,
+    op: torch._ops.OpOverload,
+    kernel: Kernel,
+    fake: Callable[..., Any],
+    device: Callable[..., Any] | None = None,
 ) -> None:
     """Register ``kernel`` and its fake for an operator whose schema ``library`` defined.
 
     Args:
         fake: results for fake and meta tensors; called after ``kernel.check``.
+        device: the kernel for NPU tensors, where there is one; called after ``kernel.check``.
     """
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        kernel.check(*args, **kwargs)
-        return kernel.run(*args, **kwargs)
+    def checked(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            kernel.check(*args, **kwargs)
+            return compute(*args, **kwargs)
+
+        return run
 
     def trace(*args: Any, **kwargs: Any) -> Any:
         kernel.check(*args, **kwargs)
         return fake(*args, **kwargs)
 
     name = op._schema.name
-    library.impl(name.split("::")[1], run, "CPU")
+    library.impl(name.split("::")[1], checked(kernel.run), "CPU")
+    if device is not None:
+        library.impl(name.split("::")[1], checked(device), "PrivateUse1")
     torch.library.register_fake(name, trace, lib=library)
     KERNELS[op] = kernel
 
@@ -62,7 +72,12 @@ def empty_like(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def define(
-    signature: str, *, check: Callable[..., None], run: Callable[..., Any], fake: Callable[..., Any] = empty_like
+    signature: str,
+    *,
+    check: Callable[..., None],
+    run: Callable[..., Any],
+    fake: Callable[..., Any] = empty_like,
+    device: Callable[..., Any] | None = None,
 ) -> None:
     """Define ``gemma_npu::<signature>``.
 
@@ -70,7 +85,8 @@ def define(
         signature: schema without namespace, for example ``"rotary(Tensor x, Tensor cos, Tensor sin) -> Tensor"``.
         check, run: of the :class:`Kernel`.
         fake: results for fake and meta tensors.
+        device: the kernel for NPU tensors where ``run``, as a composition of ATen operators, does not serve there too.
     """
     LIBRARY.define(signature)
     op = getattr(getattr(torch.ops, NAMESPACE), signature.split("(", 1)[0]).default
-    implement(LIBRARY, op, Kernel(check, run), fake)
+    implement(LIBRARY, op, Kernel(check, run), fake, device or run)

@@ -77,6 +77,8 @@ def define(
 
 if EMULATED:
     _LIBRARY = torch.library.Library("npu", "FRAGMENT")
+else:
+    import torch_npu  # noqa: F401  (registers the operators, where torch was told not to)
 
 
 # ---- norms

@@ -18,7 +18,8 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from gemma_npu_compile.errors import CaptureError
-from gemma_npu_compile.graphs.host import SYNCS, HostGraph
+from gemma_npu_compile.graphs.capturable import SYNCS
+from gemma_npu_compile.graphs.host import HostGraph
 from gemma_npu_compile.graphs.memory import ALIGNMENT, Layout, Pool
 from gemma_npu_compile.ops import rotary, store_kv
 

@@ -29,7 +29,10 @@ OP(aclnnIndexSelect, [](Tensor a, int64_t dim, Tensor index, Tensor out) {
   out.copy_(at::index_select(a, dim, wide(index)));
 })
 OP(aclnnGather, [](Tensor a, int64_t dim, Tensor index, Tensor out) { out.copy_(at::gather(a, dim, wide(index))); })
-OP(aclnnIndex, [](Tensor a, Tensors all, Tensor out) { out.copy_(at::index(a, indices_of(all))); })
+// An absent index and one without entries look the same, but with the latter there is nothing to compute.
+OP(aclnnIndex, [](Tensor a, Tensors all, Tensor out) {
+  if (out.numel() != 0) out.copy_(at::index(a, indices_of(all)));
+})
 OP(aclnnIndexPutImpl, [](Tensor a, Tensors all, Tensor values, bool accumulate, bool) {
   a.index_put_(indices_of(all), values.to(a.scalar_type()), accumulate);
 })
