@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 import gemma_npu_compile.ops  # noqa: F401  (registers the dialect)
 from gemma_npu_compile.capabilities import platform
+from gemma_npu_compile.devices import platform_for
 from gemma_npu_compile.dump import current as current_dump
 from gemma_npu_compile.errors import CompileError
 from gemma_npu_compile.graphs.plan import make_plan
@@ -22,7 +23,7 @@ from gemma_npu_compile.graphs.runner import GraphRunner
 from gemma_npu_compile.ops.npu import emulate
 from gemma_npu_compile.options import Options
 from gemma_npu_compile.passes import run_passes
-from gemma_npu_compile.passes.fx import placeholders
+from gemma_npu_compile.passes.fx import device_of, placeholders
 from gemma_npu_compile.report import GraphReport, publish
 
 log = logging.getLogger(__name__)
@@ -119,7 +120,7 @@ class Backend:
             labels = [node.name for node in inputs]
         for index, (node, label) in enumerate(zip(inputs, labels, strict=True)):
             node.meta.update(source=index, label=label)
-        target = platform(options.platform, options.capabilities)
+        target = platform(platform_for(device_of(gm), options.platform), options.capabilities)
         dump = current_dump()
         files = dump.graph() if dump is not None else None
         if files is not None:

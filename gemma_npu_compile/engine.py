@@ -112,12 +112,12 @@ class Engine:
         if not self.compiled or self._warm == self._backend.resets:
             return
         step, cache = self.step, self.cache
-        inputs = step.token_padding[:2], step.hidden_padding[:2], cache.padding_lens[:2]
-        token, hidden, seq_len = (each.clone() for each in inputs)
+        inputs = step.token_padding[:2], step.hidden_padding[:2], cache.padding_lens[:2], cache.host_padding_lens[:2]
+        token, hidden, seq_len, host_len = (each.clone() for each in inputs)
         tables = tuple(table[:2].clone() for table in cache.padding_tables)
-        mark_rows(token, hidden, seq_len, tables)
+        mark_rows(token, hidden, seq_len, tables, host_len)
         with _compiling:
-            self._run(token, hidden, seq_len, tables)
+            self._run(token, hidden, seq_len, tables, host_len)
         self._warm = self._backend.resets
 
     # ---- prefill
@@ -224,13 +224,15 @@ class Engine:
         for row, length in zip(rows, state.lengths, strict=True):
             cache.extend(row, length + 1 + self.step.num_draft_tokens)
         token, hidden, seq_len, tables = state.token, state.hidden, state.seq_len, cache.block_tables(rows)
+        host_len = torch.tensor(state.lengths, dtype=torch.int32)
         if len(rows) == 1:  # torch traces one row apart from many: run it beside a padded one
             token = torch.cat([token, self.step.token_padding[1:2]])
             hidden = torch.cat([hidden, self.step.hidden_padding[1:2]])
             seq_len = torch.cat([seq_len, cache.padding_lens[1:2]])
+            host_len = torch.cat([host_len, cache.host_padding_lens[1:2]])
             tables = tuple(torch.cat([t, p[1:2]]) for t, p in zip(tables, cache.padding_tables, strict=True))
         start = time.perf_counter()
-        output: StepOutput = self._run(token, hidden, seq_len, tables)
+        output: StepOutput = self._run(token, hidden, seq_len, tables, host_len)
         tokens, accepted = output.tokens.tolist(), output.accepted.tolist()
         seconds = time.perf_counter() - start
         count = len(rows)

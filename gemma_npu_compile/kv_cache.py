@@ -92,7 +92,9 @@ class PagedKVCache(Cache):
         self._rows: dict[int, _Row] = {}
         self.padded_rows = capacity.padded_rows
         self.padding_lens, self.padding_tables = self._padding(capacity)
-        for tensor in (*self.key_pools.values(), *self.value_pools.values(), self.padding_lens, *self.padding_tables):
+        self.host_padding_lens = self.padding_lens.cpu().clone()
+        paddings = self.padding_lens, self.host_padding_lens, *self.padding_tables
+        for tensor in (*self.key_pools.values(), *self.value_pools.values(), *paddings):
             torch._dynamo.mark_static_address(tensor, guard=False)
             # Another cache in this process must not make its sizes symbolic. Not through mark_static: while another
             # thread compiles, that takes the call for one inside the trace and marks nothing.

@@ -29,7 +29,8 @@ class Options:
     """Options of the backend, as keyword arguments or as ``torch.compile(..., options={...})``.
 
     Attributes:
-        platform: the SoC to compile for; on a machine without one, its graph is executed with CPU kernels.
+        platform: the SoC to compile for. None for the device's own; on a CPU that is ``ascend910b``, whose graph is
+            executed with CPU kernels of its operators.
         capture: False runs the same lowered graph without capturing it ("eager" in this project).
         capture_sizes: rows of the captured graphs; None for powers of two up to the rows the inputs were made for
             (``max_rows`` of the cache). That ceiling is always added. Size 1 becomes 2: torch traces one row apart.
@@ -48,7 +49,7 @@ class Options:
         CompileError: (a ValueError) an unknown name or an impossible value.
     """
 
-    platform: str = "ascend910b"
+    platform: str | None = None
     capture: bool = True
     capture_sizes: tuple[int, ...] | None = None
     kv_lens: str = "device"
@@ -60,7 +61,8 @@ class Options:
     capabilities: str | None = None
 
     def __post_init__(self) -> None:
-        choice("platform", self.platform, PLATFORMS)
+        if self.platform is not None:
+            choice("platform", self.platform, PLATFORMS)
         choice("kv_lens", self.kv_lens, KV_LENS)
         choice("on_fallback", self.on_fallback, ON_FALLBACK)
         for name in ("capture", "skip_softcap", "merge_weights"):

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from gemma_npu_compile.kv_cache import PagedKVCache
 from gemma_npu_compile.kv_groups import MAX_QUERY_LEN
 from gemma_npu_compile.models import PagedContext, check_pair, check_target, shadow, text_model
-from gemma_npu_compile.ops import row_padding, slot_mapping
+from gemma_npu_compile.ops import host_mirror, row_padding, slot_mapping
 
 
 class StepOutput(NamedTuple):
@@ -177,7 +177,14 @@ class DraftVerifyStep(nn.Module):
                 )
 
     @torch.no_grad()
-    def forward(self, token: Tensor, hidden: Tensor, seq_len: Tensor, block_tables: tuple[Tensor, ...]) -> StepOutput:
+    def forward(
+        self,
+        token: Tensor,
+        hidden: Tensor,
+        seq_len: Tensor,
+        block_tables: tuple[Tensor, ...],
+        host_len: Tensor | None = None,
+    ) -> StepOutput:
         """Run one step.
 
         Args:
@@ -186,12 +193,18 @@ class DraftVerifyStep(nn.Module):
             seq_len: ``(rows,)`` int32, tokens of each row in the cache.
             block_tables: one ``(rows, width)`` int32 table per group of the cache, with blocks for positions up to
                 ``seq_len + k`` (:meth:`PagedKVCache.extend`, :meth:`PagedKVCache.block_tables`).
+            host_len: ``seq_len`` on the CPU, so that a replay need not wait for the device to learn it; a row may have
+                more with ``kv_lens="device"`` (:func:`gemma_npu_compile.ops.host_mirror`).
         """
         cache, k = self.cache, self.num_draft_tokens
         self._check_inputs(token, hidden, seq_len, block_tables)
+        if host_len is not None and host_len.shape[0] != token.shape[0]:
+            raise ValueError(f"host_len has {host_len.shape[0]} rows, token {token.shape[0]}")
         token = row_padding(token, self.token_padding)
         hidden = row_padding(hidden, self.hidden_padding)
         seq_len = row_padding(seq_len, cache.padding_lens)
+        if host_len is not None:
+            seq_len = host_mirror(seq_len, row_padding(host_len, cache.host_padding_lens))
         tables = tuple(row_padding(t, p) for t, p in zip(block_tables, cache.padding_tables, strict=True))
 
         drafts, draft_logits = self.draft(token, hidden, seq_len, tables) if k else ([], [])

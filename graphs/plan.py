@@ -35,7 +35,8 @@ class Input:
         label: what the user calls it: Dynamo's source expression where there is one.
         source: index among the arguments of the compiled function; several inputs may share one.
         role: ``parameter`` (weights and buffers), ``cache`` (written in place), ``padding`` (contents of padded rows),
-            ``block_table``, ``lengths``, ``token``, ``size`` (a host integer), ``unused`` or ``other``.
+            ``block_table``, ``lengths``, ``host`` (lengths on the CPU), ``token``, ``size`` (a host integer),
+            ``unused`` or ``other``.
         static: the address is frozen at capture; otherwise contents are copied into a stable buffer.
         shape: ints, or sympy expressions of the graph's symbols.
         padding: source index of the tensor that holds this input's padded rows.
@@ -171,6 +172,7 @@ def make_plan(gm: GraphModule, static: set[int]) -> Plan:
     symbols: dict[sympy.Symbol, None] = {}
     groups = {n.meta["source"]: n.meta["table"].group for n in nodes if "table" in n.meta}
     read = {source for extra in extras for source in extra.sources}
+    mirrors = {n.meta["mirror"] for n in nodes if "mirror" in n.meta}
     paddings = {n.meta["padding"] for n in nodes if "padding" in n.meta}
     for node in nodes:
         fake, binding, padding = node.meta["val"], node.meta.get("table"), node.meta.get("padding")
@@ -181,6 +183,8 @@ def make_plan(gm: GraphModule, static: set[int]) -> Plan:
             role = "other"
             if node in paddings:
                 role = "padding"
+            elif node in mirrors and node.meta["source"] in read:
+                role = "host"
             elif not node.users and binding is None and node.meta["source"] not in read:
                 role = "unused"
             elif group is not None:

@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 
 from gemma_npu_compile.capabilities import Platform
 from gemma_npu_compile.capabilities import platform as get_platform
+from gemma_npu_compile.devices import platform_for
 from gemma_npu_compile.errors import CaptureError, ReplayError
 from gemma_npu_compile.graphs.buffers import StableBuffers
 from gemma_npu_compile.graphs.extras import Extras, MergedWeights, Read
@@ -66,7 +67,7 @@ class GraphRunner:
         self, gm: GraphModule, plan: Plan, options: Options, report: GraphReport, platform: Platform | None = None
     ) -> None:
         self.gm, self.plan, self.options, self.report = gm, plan, options, report
-        self._platform = platform or get_platform(options.platform, options.capabilities)
+        self._platform = platform or get_platform(platform_for(plan.device, options.platform), options.capabilities)
         self._extras = Extras(plan)
         self.sizes = capture_sizes(options.capture_sizes, plan.max_rows) if plan.max_rows is not None else ()
         self._lock = threading.Lock()

@@ -73,7 +73,7 @@ def load_scratch(plan: Plan, buffers: StableBuffers, args: list[Any], size: int)
             continue
         buffer, padding = buffers.view(item, size), args[item.padding][:size]
         contents = padding.roll(1, 0)
-        if item.role == "lengths" and int(padding.max()) + 2 * step <= room:
+        if item.role in ("lengths", "host") and int(padding.max()) + 2 * step <= room:
             contents = contents + (odd * step).to(contents)
         elif item.role == "token":
             contents = ((odd + size) % 2).to(contents).view(-1, *[1] * (contents.dim() - 1)).expand_as(contents)

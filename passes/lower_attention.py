@@ -55,7 +55,7 @@ class _Lowering:
         if found is None or any("source" not in each.meta for each in found[1]):
             return None
         made = add_input(self.gm, f"kv_lens_{site(node)[0].split('.')[0]}")
-        sources = tuple(each.meta["source"] for each in found[1])
+        sources = tuple(each.meta.get("mirror", each).meta["source"] for each in found[1])
         made.meta["host"] = HostLengths(made.name, sources, found[0], (), block_size, capacity)
         return made
 

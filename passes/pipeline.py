@@ -16,6 +16,7 @@ from gemma_npu_compile.passes.bind_block_tables import bind_block_tables
 from gemma_npu_compile.passes.candidate_argmax import candidate_argmax
 from gemma_npu_compile.passes.clip_to_window import clip_to_window
 from gemma_npu_compile.passes.common_subexpressions import eliminate_common_subexpressions
+from gemma_npu_compile.passes.declare_host_mirrors import declare_host_mirrors
 from gemma_npu_compile.passes.declare_row_padding import declare_row_padding
 from gemma_npu_compile.passes.drop_softcap import drop_softcap
 from gemma_npu_compile.passes.elide_key_rope import elide_key_rope
@@ -44,6 +45,7 @@ PASSES: dict[str, Pass] = {
     "keep_writes_in_place": keep_writes_in_place,
     "remove_host_syncs": remove_host_syncs,
     "declare_row_padding": declare_row_padding,
+    "declare_host_mirrors": declare_host_mirrors,
     "remove_no_ops": remove_no_ops,
     "eliminate_common_subexpressions": eliminate_common_subexpressions,
     "elide_key_rope": elide_key_rope,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from gemma_npu_compile import __version__
 from gemma_npu_compile.cli import acceptance, dump, env, explain, run
-from gemma_npu_compile.cli.common import Parser, common_flags, pair_flags
+from gemma_npu_compile.cli.common import Parser, common_flags, pair_flags, resolve
 from gemma_npu_compile.errors import CaptureError
 
 COMMANDS = {each.COMMAND.name: each.COMMAND for each in (run, acceptance, explain, dump, env)}
@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     command = COMMANDS[args.command]
     try:
+        resolve(args)
         answer, code = command.run(args)
     except (ValueError, OSError, CaptureError) as error:
         print(f"gemma-npu: {' '.join(str(error).split())}", file=sys.stderr)

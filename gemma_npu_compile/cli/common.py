@@ -56,7 +56,7 @@ def common_flags() -> Parser:
     """Flags of every command."""
     flags = Parser(add_help=False)
     flags.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    flags.add_argument("--platform", choices=PLATFORMS, default="ascend910b", help="SoC to compile for")
+    flags.add_argument("--platform", choices=PLATFORMS, help="SoC to compile for (default: the device's)")
     return flags
 
 
@@ -66,11 +66,24 @@ def pair_flags() -> Parser:
     flags.add_argument("--model", type=Path, default=TARGET_DIR, help="target directory (default: the bundled pair)")
     flags.add_argument("--assistant", type=Path, default=ASSISTANT_DIR, help="assistant directory")
     flags.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    flags.add_argument("--device", default="cpu")
+    flags.add_argument("--device", help="cpu, npu or npu:N (default: npu where there is one)")
     flags.add_argument("--num-draft-tokens", type=positive, default=3, metavar="K")
     flags.add_argument("--eager", action="store_true", help="same step and lowering, not captured")
     flags.add_argument("--chat", action="store_true", help="wrap prompts in the tokenizer's chat template")
     return flags
+
+
+def resolve(args: argparse.Namespace) -> None:
+    """Fill in the device and the platform where the user named none."""
+    import torch
+
+    from gemma_npu_compile.devices import default_device, platform_for
+
+    device = getattr(args, "device", None) or default_device()
+    if device.partition(":")[0] not in ("cpu", default_device()):
+        raise UserError(f"--device is {device!r}, torch finds {' and '.join({'cpu', default_device()})} here")
+    place = torch.device(device)
+    args.device, args.platform = device, platform_for(place, args.platform)
 
 
 def say(text: str) -> None:

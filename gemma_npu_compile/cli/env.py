@@ -18,6 +18,12 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _npus() -> list[str]:
+    import torch
+
+    return [f"npu:{index} ({torch.npu.get_device_name(index)})" for index in range(torch.npu.device_count())]
+
+
 def env(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     """Versions and what this machine offers."""
     import torch
@@ -30,7 +36,7 @@ def env(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
         "system": platform.platform(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "devices": ["cpu"],
+        "devices": ["cpu"] if args.device == "cpu" else ["cpu", *_npus()],
         "platform": args.platform,
         "model": str(TARGET_DIR),
         "assistant": str(ASSISTANT_DIR),

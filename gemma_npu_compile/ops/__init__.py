@@ -6,6 +6,7 @@ beside the graph. Importing this package registers the schemas, the fake kernels
 
 from gemma_npu_compile.ops.activation import geglu, gelu_mul
 from gemma_npu_compile.ops.attention import paged_attention
+from gemma_npu_compile.ops.mirror import host_mirror
 from gemma_npu_compile.ops.norm import add_rms_norm, rms_norm
 from gemma_npu_compile.ops.padding import row_padding
 from gemma_npu_compile.ops.rotary import rotary, rotary_qk
@@ -15,6 +16,7 @@ __all__ = [
     "add_rms_norm",
     "geglu",
     "gelu_mul",
+    "host_mirror",
     "paged_attention",
     "rms_norm",
     "rotary",
