@@ -132,6 +132,7 @@ class Backend:
                 gm,
                 platform=target,
                 kv_lens=options.kv_lens,
+                verify_attention=options.verify_attention,
                 skip_softcap=options.skip_softcap,
                 merge_weights=options.merge_weights,
                 disable=options.disable_passes,

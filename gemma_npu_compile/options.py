@@ -10,6 +10,7 @@ from gemma_npu_compile.errors import CompileError
 PLATFORMS = ("ascend910b", "ascend910_93", "ascend950", "cpu")
 ON_FALLBACK = ("warn", "error")
 KV_LENS = ("device", "host")
+VERIFY_ATTENTION = ("paged", "dense")
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
@@ -38,6 +39,9 @@ class Options:
         kv_lens: ``"device"`` hides keys behind lengths with a mask computed on the device; the host knows lengths in
             buckets only. ``"host"`` hands exact lengths of full-attention layers to the operator at every replay. The
             CPU platform reads lengths as they are, in either mode.
+        verify_attention: ``"paged"`` reads the cache in place; ``"dense"`` first gathers the keys of a verification
+            (more than one query per row, BNSD): memory and traffic grow with all a block table can reach. For devices
+            whose operator does not take the paged form.
         skip_softcap: take the argmax of logits before their soft cap; other tokens only where the cap makes a tie.
         merge_weights: compute gate and up projections as one product of a merged copy of both weights. A weight changed
             through ``.data`` afterwards is not seen.
@@ -53,6 +57,7 @@ class Options:
     capture: bool = True
     capture_sizes: tuple[int, ...] | None = None
     kv_lens: str = "device"
+    verify_attention: str = "paged"
     skip_softcap: bool = False
     merge_weights: bool = False
     on_fallback: str = "warn"
@@ -64,6 +69,7 @@ class Options:
         if self.platform is not None:
             choice("platform", self.platform, PLATFORMS)
         choice("kv_lens", self.kv_lens, KV_LENS)
+        choice("verify_attention", self.verify_attention, VERIFY_ATTENTION)
         choice("on_fallback", self.on_fallback, ON_FALLBACK)
         for name in ("capture", "skip_softcap", "merge_weights"):
             if not isinstance(getattr(self, name), bool):

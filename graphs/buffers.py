@@ -15,6 +15,17 @@ def _name(item: Input) -> str:
     return f"input {item.label}"
 
 
+def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Copy each second tensor into the first; one launch for all of a dtype and device."""
+    groups: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
+    for into, source in pairs:
+        targets, sources = groups.setdefault((into.dtype, into.device), ([], []))
+        targets.append(into)
+        sources.append(source)
+    for targets, sources in groups.values():
+        torch._foreach_copy_(targets, sources)
+
+
 class StableBuffers:
     """One buffer per buffer name of a plan, in the largest shape; smaller captures use its first rows.
 
@@ -65,18 +76,17 @@ class StableBuffers:
 
     def load(self, args: list[Any], rows: int | None, size: int | None) -> int:
         """Copy a call's inputs, and the padding of rows ``rows .. size - 1``. Returns the bytes copied."""
-        copied = 0
+        pairs: list[tuple[Tensor, Tensor]] = []
         for item in self.inputs:
             arg, buffer = args[item.source], self.buffers[str(item.buffer)]
             if rows is None or size is None or item.padding is None:
-                buffer.copy_(arg)
-                copied += arg.nbytes
+                pairs.append((buffer, arg))
                 continue
-            buffer[:rows].copy_(arg)
+            pairs.append((buffer[:rows], arg))
             if rows < size:
-                buffer[rows:size].copy_(args[item.padding][rows:size])
-            copied += buffer[:size].nbytes
-        return copied
+                pairs.append((buffer[rows:size], args[item.padding][rows:size]))
+        copy_all(pairs)
+        return sum(buffer.nbytes for buffer, _ in pairs)
 
     @property
     def nbytes(self) -> int:

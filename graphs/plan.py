@@ -77,11 +77,11 @@ class Output:
         shape = [evaluate(d, values) for d in self.shape]
         return shape[0] if self.dtype is None else torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def hand_out(self, result: Any, values: Values) -> Any:
-        """A copy of ``result`` without padded rows; ``values`` are the call's own."""
+    def cut(self, result: Any, values: Values) -> Any:
+        """``result`` without padded rows, a view; ``values`` are the call's own."""
         if self.dtype is None:
             return evaluate(self.shape[0], values) if self.shape else result
-        return result[tuple(slice(0, evaluate(d, values)) for d in self.shape)].clone()
+        return result[tuple(slice(0, evaluate(d, values)) for d in self.shape)]
 
 
 @dataclass(frozen=True)

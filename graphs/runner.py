@@ -13,7 +13,7 @@ from gemma_npu_compile.capabilities import Platform
 from gemma_npu_compile.capabilities import platform as get_platform
 from gemma_npu_compile.devices import platform_for
 from gemma_npu_compile.errors import CaptureError, ReplayError
-from gemma_npu_compile.graphs.buffers import StableBuffers
+from gemma_npu_compile.graphs.buffers import StableBuffers, copy_all
 from gemma_npu_compile.graphs.extras import Extras, MergedWeights, Read
 from gemma_npu_compile.graphs.plan import Plan, Values, evaluate
 from gemma_npu_compile.graphs.runtime import Captured, Runtime, runtime_for
@@ -106,7 +106,14 @@ class GraphRunner:
                 if reason is not None:
                     return self._fall_back(reason, args)
             results = self._run(binding, args, values, sized)
-            return [o.hand_out(r, values) for o, r in zip(self.plan.outputs, results, strict=True)]
+            return self._hand_out(results, values)
+
+    def _hand_out(self, results: list[Any], values: Values) -> list[Any]:
+        """Copies of the results, without padded rows: what a caller holds no later replay changes."""
+        shown = [o.cut(r, values) for o, r in zip(self.plan.outputs, results, strict=True)]
+        copies = [torch.empty_like(each) if isinstance(each, torch.Tensor) else each for each in shown]
+        copy_all([(c, s) for c, s in zip(copies, shown, strict=True) if isinstance(s, torch.Tensor)])
+        return copies
 
     def _run(self, binding: _Binding, args: list[Any], values: Values, sized: Values) -> list[Any]:
         """Results at the captured size."""

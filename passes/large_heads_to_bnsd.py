@@ -4,8 +4,6 @@ Large heads (256, 512) are what Gemma 4 has and what fused attention on Ascend r
 platform's table; heads that are legal as they are stay.
 """
 
-from dataclasses import replace
-
 import torch
 from torch.fx import Graph, GraphModule, Node
 
@@ -19,17 +17,18 @@ from gemma_npu_compile.passes.sites import attention_nodes, query_len, row_count
 aten = torch.ops.aten
 
 
-def attention_call(node: Node, kv_lens: str) -> AttentionCall:
-    """What the platform is asked about an attention node of the dialect."""
+def attention_call(node: Node, kv_lens: str, verify_attention: str = "paged", layout: str = "") -> AttentionCall:
+    """What the platform is asked about an attention node of the dialect, as it is or in another layout."""
     query, cache = argument(node, "query").meta["val"], argument(node, "key_cache").meta["val"]
-    q_len = query_len(node)
+    q_len, layout = query_len(node), layout or argument(node, "layout")
+    dense = verify_attention == "dense" and q_len > 1 and layout == "BNSD"
     return AttentionCall(
-        layout=argument(node, "layout"),
+        layout=layout,
         head_dim=int(query.shape[-1]),
         q_len=q_len,
         heads=int(query.shape[1]),
         kv_heads=int(cache.shape[2]),
-        block_size=int(cache.shape[1]),
+        block_size=None if dense else int(cache.shape[1]),
         mask=mask_form(q_len, argument(node, "window"), kv_lens),
     )
 
@@ -63,12 +62,15 @@ def _rewrite(gm: GraphModule, node: Node, facts: AttentionCall) -> None:
     graph.erase_node(node)
 
 
-def large_heads_to_bnsd(gm: GraphModule, *, platform: Platform, kv_lens: str = "device") -> PassResult:
+def large_heads_to_bnsd(
+    gm: GraphModule, *, platform: Platform, kv_lens: str = "device", verify_attention: str = "paged"
+) -> PassResult:
     """Rewrite each TND attention node that ``platform`` forbids to BNSD; carry scale, window, table and lengths.
 
     Args:
         kv_lens: how the operator will learn the lengths (lower_attention.py): device lengths need an explicit mask,
             which packed queries cannot have.
+        verify_attention: whether a verification in BNSD will be lowered to paged or to dense attention.
 
     Raises:
         CompileError: a node is legal in neither layout; names layer, rule and source.
@@ -84,12 +86,12 @@ def large_heads_to_bnsd(gm: GraphModule, *, platform: Platform, kv_lens: str = "
         if argument(node, "query_lens") is not None:
             result.left["ragged queries (a prefill, which is not captured)"] += 1
             continue
-        facts = attention_call(node, kv_lens)
+        facts = attention_call(node, kv_lens, verify_attention)
         verdict = platform.judge(facts)
         if verdict.legal:
             result.left[verdict.rule] += 1
             continue
-        other = platform.judge(replace(facts, layout="BNSD"))
+        other = platform.judge(attention_call(node, kv_lens, verify_attention, "BNSD"))
         if not other.legal:
             raise CompileError(
                 f"attention of layer {argument(node, 'layer')} is legal in no layout on {platform.name}: TND: "

@@ -30,8 +30,8 @@ aten = torch.ops.aten
 class _Lowering:
     """One graph's masks, key views and host lists, each made once."""
 
-    def __init__(self, gm: GraphModule, kv_lens: str) -> None:
-        self.gm, self.graph, self.kv_lens = gm, gm.graph, kv_lens
+    def __init__(self, gm: GraphModule, kv_lens: str, verify_attention: str) -> None:
+        self.gm, self.graph, self.kv_lens, self.verify_attention = gm, gm.graph, kv_lens, verify_attention
         self._made: dict[Any, Any] = {}
         self._written = written_roots(gm.graph)
 
@@ -47,6 +47,15 @@ class _Lowering:
         front = placeholders(self.gm)[-1] if cache.op == "placeholder" else cache
         with self.graph.inserting_after(front):
             return call(self.graph, aten.view.default, cache, [-1, size, heads * width])
+
+    def _dense(self, cache: Node, table: Node) -> Node:
+        """The blocks of a table as (rows, kv_heads, keys, head_dim), gathered: every key the table can reach."""
+        size, heads, width = map(int, cache.meta["val"].shape[1:])
+        columns = int(table.meta["val"].shape[1])
+        blocks = call(self.graph, aten.index_select.default, cache, 0, call(self.graph, aten.view.default, table, [-1]))
+        rows = call(self.graph, aten.view.default, blocks, [-1, columns * size, heads, width])
+        swapped = call(self.graph, aten.transpose.int, rows, 1, 2)
+        return call(self.graph, aten.clone.default, swapped, memory_format=torch.contiguous_format)
 
     def _host_list(self, node: Node, capacity: int, block_size: int | None) -> Node | None:
         """The placeholder of a list of lengths; None when the host cannot compute them from the inputs."""
@@ -107,14 +116,12 @@ class _Lowering:
         _, block_size, kv_heads, _ = caches[0].meta["val"].shape
         form = mask_form(q_len, argument(node, "window"), self.kv_lens)
         facts, (lengths, kind) = record(node), self.lengths(node)
-        keys, values = (self._once(("flat", each), partial(self._flat, each)) for each in caches)
         options: dict[str, Any] = {
             "actual_seq_lengths_kv": lengths,
             "num_heads": facts.heads,
             "scale": facts.scale,
             "input_layout": layout,
             "num_key_value_heads": int(kv_heads),
-            "block_size": int(block_size),
         }
         mask = self.mask(node, form, q_len)
         if mask is not None:
@@ -122,7 +129,12 @@ class _Lowering:
         if form == "causal":
             options["sparse_mode"] = 3
         with self.graph.inserting_before(node):
-            query, options["block_table"] = (packed(self.graph, x) for x in (query, argument(node, "block_table")))
+            query, table = (packed(self.graph, x) for x in (query, argument(node, "block_table")))
+            if self.verify_attention == "dense" and q_len > 1 and layout == "BNSD":
+                keys, values = (self._dense(each, table) for each in caches)
+            else:
+                keys, values = (self._once(("flat", each), partial(self._flat, each)) for each in caches)
+                options.update(block_table=table, block_size=int(block_size))
             if layout == "TND":
                 options["actual_seq_lengths"] = self._cumulative(node, q_len)
             fused = self.graph.call_function(
@@ -144,24 +156,31 @@ class _Lowering:
         return self.graph.call_function(list, (steps,))
 
 
-def lower_attention(gm: GraphModule, *, platform: Platform, kv_lens: str) -> PassResult:
+def lower_attention(
+    gm: GraphModule, *, platform: Platform, kv_lens: str, verify_attention: str = "paged"
+) -> PassResult:
     """Replace the dialect's attention nodes by the platform's fused operator; numbers are those of the dialect.
 
     Args:
         kv_lens: ``"device"`` masks by device lengths and needs host lengths only in buckets; ``"host"`` hands the exact
             lengths of full-attention layers to the operator.
+        verify_attention: ``"paged"`` reads the cache in place; ``"dense"`` gathers a verification's keys first, for a
+            device whose operator takes no paged BNSD queries of more than one token. It copies all a table can reach.
 
     Raises:
         CompileError: ``kv_lens="host"`` and the host cannot compute a layer's lengths; names the layer.
     """
     result = PassResult()
-    lowering, verdict = _Lowering(gm, kv_lens), platform.operator("npu_fused_infer_attention_score", 16)
+    lowering, verdict = (
+        _Lowering(gm, kv_lens, verify_attention),
+        platform.operator("npu_fused_infer_attention_score", 16),
+    )
     for node in attention_nodes(gm):
         if not verdict.legal:
             result.left[verdict.rule] += 1
         elif argument(node, "query_lens") is not None or (isinstance(row_count(node), int) and row_count(node) == 0):
             result.left["ragged queries, or no rows"] += 1
-        elif not (allowed := platform.judge(attention_call(node, kv_lens))).legal:
+        elif not (allowed := platform.judge(attention_call(node, kv_lens, verify_attention))).legal:
             result.left[f"{allowed.rule}: the dialect's kernel stays"] += 1
         else:
             lowering.lower(node)

@@ -106,6 +106,7 @@ def run_passes(
     *,
     platform: Platform | None = None,
     kv_lens: str = "device",
+    verify_attention: str = "paged",
     skip_softcap: bool = False,
     merge_weights: bool = False,
     disable: Sequence[str] = (),
@@ -116,7 +117,7 @@ def run_passes(
     Args:
         gm: an AOT inference graph; node values in ``meta["val"]``.
         platform: what passes ask for legality; the CPU, which allows everything, by default.
-        kv_lens, skip_softcap, merge_weights: as in :class:`Options`.
+        kv_lens, verify_attention, skip_softcap, merge_weights: as in :class:`Options`.
         after: called with the pass's name and the graph after each pass (dumps, checks).
 
     Returns:
@@ -126,6 +127,7 @@ def run_passes(
     settings = {
         "platform": platform or get_platform("cpu"),
         "kv_lens": kv_lens,
+        "verify_attention": verify_attention,
         "skip_softcap": skip_softcap,
         "merge_weights": merge_weights,
     }

@@ -57,3 +57,14 @@ def test_tokens_and_updates(pair, expected, kv_lens) -> None:
     assert report.host_updates - before == wanted
     assert report.captures == captured
     assert wanted == 2 * STEPS if kv_lens == "host" else wanted < 10
+
+
+def test_dense_verification(pair, expected) -> None:
+    """Gathered keys give the same tokens; drafts, of one query, go on reading the cache in place."""
+    options = gnc.Options(verify_attention="dense", capture_sizes=(3, 4), on_fallback="error")
+    engine = gnc.Engine(*pair, 1, max_rows=4, max_model_len=700, options=options)
+    assert rounds(engine) == expected
+    (runner,) = engine._backend._runners
+    fused = runner.gm.graph.find_nodes(op="call_function", target=torch.ops.npu.npu_fused_infer_attention_score.default)
+    paged = {node.meta["attention"].phase: "block_table" in node.kwargs for node in fused}
+    assert paged == {"draft.0": True, "verify": False}
