@@ -88,11 +88,12 @@ class PagedKVCache(Cache):
                 self.key_pools[layer] = torch.zeros(shape, dtype=dtype, device=self.device)
                 self.value_pools[layer] = torch.zeros(shape, dtype=dtype, device=self.device)
         self._free = [list(range(g.num_blocks - 1, g.null_blocks - 1, -1)) for g in self.groups]
+        self._shown: tuple[tuple[int, ...], tuple[Tensor, ...]] | None = None
         self._tables = [torch.zeros(max_rows, capacity.width(g.block_size), dtype=torch.int32) for g in self.groups]
         self._rows: dict[int, _Row] = {}
         self.padded_rows = capacity.padded_rows
-        self.padding_lens, self.padding_tables = self._padding(capacity)
-        self.host_padding_lens = self.padding_lens.cpu().clone()
+        self.host_padding_lens, self.padding_tables = self._padding(capacity)
+        self.padding_lens = self.host_padding_lens.to(self.device, copy=True)
         paddings = self.padding_lens, self.host_padding_lens, *self.padding_tables
         for tensor in (*self.key_pools.values(), *self.value_pools.values(), *paddings):
             torch._dynamo.mark_static_address(tensor, guard=False)
@@ -102,7 +103,8 @@ class PagedKVCache(Cache):
             tensor._has_dynamo_dim_marking = True  # type: ignore[attr-defined]
 
     def _padding(self, capacity: Capacity) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Lengths and tables of padded rows. A length of at least 1 gives every query, a draft's too, a finite key."""
+        """Lengths (on the CPU) and tables of padded rows. A length of at least 1 gives every query, a draft's too, a
+        finite key."""
         smallest = min(g.block_size for g in self.groups)
         lens = torch.zeros(self.padded_rows, dtype=torch.int32)
         tables = [torch.zeros(self.padded_rows, capacity.width(g.block_size), dtype=torch.int32) for g in self.groups]
@@ -112,7 +114,7 @@ class PagedKVCache(Cache):
                 lens[row] = start
                 columns = torch.arange(table.shape[1]) % len(blocks)
                 table[row] = blocks.start + columns
-        return lens.to(self.device), tuple(table.to(self.device) for table in tables)
+        return lens, tuple(table.to(self.device) for table in tables)
 
     # ---- transformers' Cache
 
@@ -227,6 +229,7 @@ class PagedKVCache(Cache):
             for logical in new:
                 blocks[logical] = free.pop()
                 table[row, logical] = blocks[logical]
+                self._shown = None
 
     def set_length(self, row: int, length: int) -> None:
         """Declare that ``row`` holds ``length`` tokens; blocks that left a sliding window are given back.
@@ -255,6 +258,7 @@ class PagedKVCache(Cache):
             for logical in [b for b in blocks if b < group.first_kept(length)]:
                 free.append(blocks.pop(logical))
                 table[row, logical] = 0
+                self._shown = None
 
     def release(self, row: int) -> None:
         """Give back everything ``row`` holds."""
@@ -262,12 +266,17 @@ class PagedKVCache(Cache):
         for blocks, free, table in zip(state.blocks, self._free, self._tables, strict=True):
             free.extend(reversed(list(blocks.values())))
             table[row] = 0
+        self._shown = None
         del self._rows[row]
 
     def block_tables(self, rows: Sequence[int]) -> tuple[Tensor, ...]:
         """One ``(len(rows), width)`` int32 table per group, on the cache's device; entries without a block are 0.
 
-        Block 0 is a null block: finite, and read by nobody unmasked.
+        Block 0 is a null block: finite, and read by nobody unmasked. The tensors are not changed afterwards; as long as
+        no block is given or taken, the same rows get the same tensors, so that most steps copy nothing to the device.
         """
-        index = torch.tensor([row for row in rows if self._row(row)], dtype=torch.long)
-        return tuple(table[index].to(self.device) for table in self._tables)
+        wanted = tuple(row for row in rows if self._row(row))
+        if self._shown is None or self._shown[0] != wanted:
+            index = torch.tensor(wanted, dtype=torch.long)
+            self._shown = wanted, tuple(table[index].to(self.device) for table in self._tables)
+        return self._shown[1]

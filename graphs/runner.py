@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gemma_npu_compile.capabilities import Platform
 from gemma_npu_compile.capabilities import platform as get_platform
@@ -211,13 +212,14 @@ class GraphRunner:
         buffers.load(args, *largest)
         graphs: dict[Key, Captured] = {}
         try:
-            for each in wanted:
-                name = "capture" if self.plan.rows is None else f"capture of {each[self.plan.rows]} rows"
-                arguments = self._arguments(binding, args, buffers, each)
-                graphs[self._key(each)] = self._runtime.capture(self.gm, arguments, each, name)
-                self._check(binding, args, buffers, each, graphs[self._key(each)], name)
-                buffers.load(args, *largest)
-                self._update(graphs[self._key(each)], args, buffers, each)
+            with _disable_current_modes():  # AOT watches the first call through one, which takes out forms for aliasing
+                for each in wanted:
+                    name = "capture" if self.plan.rows is None else f"capture of {each[self.plan.rows]} rows"
+                    arguments = self._arguments(binding, args, buffers, each)
+                    graphs[self._key(each)] = self._runtime.capture(self.gm, arguments, each, name)
+                    self._check(binding, args, buffers, each, graphs[self._key(each)], name)
+                    buffers.load(args, *largest)
+                    self._update(graphs[self._key(each)], args, buffers, each)
         except CaptureError as error:
             graphs.clear()
             binding.refused.update((self._key(each), str(error)) for each in wanted)

@@ -300,3 +300,22 @@ def test_sizes_are_static_also_while_another_thread_compiles(monkeypatch: pytest
     for tensor in marked:
         assert tensor._dynamo_static_indices == set(range(tensor.dim()))
         assert tensor._dynamo_static_input_type == "unguarded"
+
+
+def test_tables_are_made_anew_only_when_blocks_move() -> None:
+    cache = build()
+    rows = [cache.allocate(), cache.allocate()]
+    for row in rows:
+        cache.extend(row, 5)
+    first = cache.block_tables(rows)
+    kept = [each.clone() for each in first]
+    assert all(a is b for a, b in zip(first, cache.block_tables(rows), strict=True))
+    cache.extend(rows[0], 6)  # still inside the block it has
+    assert cache.block_tables(rows)[0] is first[0]
+    cache.extend(rows[0], cache.groups[0].block_size + 1)
+    second = cache.block_tables(rows)
+    assert second[0][0, 1] != 0
+    assert all(torch.equal(a, b) for a, b in zip(first, kept, strict=True)), "what was handed out stays as it was"
+    assert torch.equal(cache.block_tables(rows[::-1])[0], second[0].flip(0))
+    cache.release(rows[1])
+    assert cache.block_tables(rows[:1])[0].shape[0] == 1
