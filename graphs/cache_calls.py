@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from gemma_npu_compile.graphs.inputs import Dim, Input, Values, evaluate
-from gemma_npu_compile.passes.fx import is_view
+from gemma_npu_compile.passes.fx import is_view, placeholders
 
 aten = torch.ops.aten
 
@@ -22,18 +22,18 @@ class CacheCalls:
     """What a graph says about its calls.
 
     Attributes:
-        query_len: tokens a row.
+        query_len: tokens a row; None for a model that is given embeddings.
         first: the call makes its cache: it returns new keys and values, and reads none.
-        grows: why no call is captured, when the cache comes back longer than it went in.
+        grows: why no call is captured, when keys have another length in every call.
     """
 
-    query_len: Dim
+    query_len: Dim | None
     first: bool
     grows: str | None
 
     def prefill(self, values: Values, longest: int) -> bool:
         """Whether a call is a prefill: it makes its cache, or brings more than ``longest`` tokens a row."""
-        return self.first or evaluate(self.query_len, values) > longest
+        return self.first or (self.query_len is not None and evaluate(self.query_len, values) > longest)
 
 
 def _source(node: object) -> Node | None:
@@ -46,42 +46,44 @@ def _source(node: object) -> Node | None:
 def _is_cache(node: object) -> bool:
     """Whether a value has the form of keys or values: ``(rows, heads, tokens, head_dim)``, floating."""
     fake = node.meta.get("val") if isinstance(node, Node) else None
-    return isinstance(fake, Tensor) and fake.dim() == 4 and fake.is_floating_point()
+    if not isinstance(fake, Tensor) or fake.dim() != 4:
+        return False
+    return fake.is_floating_point() and isinstance(fake.shape[1], int) and isinstance(fake.shape[3], int)
 
 
-def _longer(result: Node, static: set[int]) -> Node | None:
+def _grown_from(result: Node) -> Node | None:
     """The input that ``result`` is with tokens appended, if it is one."""
     joined = _source(result)
     if joined is None or joined.target is not aten.cat.default or len(joined.args) < 2 or joined.args[1] not in (2, -2):
         return None
     start = _source(joined.args[0][0])  # type: ignore[index]
-    if start is None or start.op != "placeholder" or not _is_cache(start) or start.meta["source"] in static:
+    if start is None or start.op != "placeholder" or not _is_cache(start):
         return None
     before, after = start.meta["val"].shape[2], result.meta["val"].shape[2]
     return start if str(before) != str(after) else None
 
 
-def cache_calls(gm: GraphModule, inputs: Sequence[Input], static: set[int]) -> CacheCalls | None:
-    """Read a final graph; None unless it takes tokens and reads, writes or returns a KV cache.
-
-    Args:
-        static: argument indices of parameters and of other tensors whose addresses do not change.
-    """
-    tokens = next((item for item in inputs if item.role == "token" and len(item.shape) == 2), None)
-    if tokens is None:
-        return None
+def cache_calls(gm: GraphModule, inputs: Sequence[Input]) -> CacheCalls | None:
+    """Read a final graph; None unless it reads, writes or returns a KV cache."""
+    tokens = next((item.shape[1] for item in inputs if item.role == "token" and len(item.shape) == 2), None)
     (returned,) = gm.graph.find_nodes(op="output")[0].args
     results = [each for each in returned if _is_cache(each)]  # type: ignore[union-attr]
-    longer = [found for each in results if (found := _longer(each, static)) is not None]
+    moving = {item.source for item in inputs if item.buffer is not None}
+    given = [node for node in placeholders(gm) if _is_cache(node) and node.meta.get("source") in moving]
+    longer = [found for each in results if (found := _grown_from(each)) in given]
+    anew = [node for node in given if not isinstance(node.meta["val"].shape[2], int)]
     writes = any(item.role == "cache" and len(item.shape) >= 3 for item in inputs)
-    makes = len(results) >= 2 and not longer and not writes
-    if not (longer or writes or makes):
+    if longer and tokens is not None:
+        what = f"{longer[0].meta['label']} comes back longer than it went in"  # type: ignore[union-attr]
+    elif len(anew) >= 2:
+        what = f"{anew[0].meta['label']} has any number of tokens"
+    elif tokens is not None and (writes or len(results) >= 2):
+        return CacheCalls(tokens, not writes and not given, None)
+    else:
         return None
-    grows = None
-    if longer:
-        label = longer[0].meta["label"]
-        grows = (
-            f"the KV cache grows: {label} comes back longer than it went in, so that every call has shapes of its own "
-            "(DynamicCache); a static one, cache_implementation='static', is captured"
-        )
-    return CacheCalls(tokens.shape[1], makes, grows)
+    return CacheCalls(
+        tokens,
+        False,
+        f"the KV cache grows ({what}): no capture would serve a second call. A static cache "
+        "(cache_implementation='static') is captured",
+    )

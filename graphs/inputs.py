@@ -6,8 +6,8 @@ from typing import Any, TypeAlias
 import sympy
 import torch
 
-Dim: TypeAlias = "int | sympy.Expr"
-Values: TypeAlias = "dict[sympy.Symbol, int]"
+Dim: TypeAlias = int | sympy.Expr
+Values: TypeAlias = dict[sympy.Symbol, int]
 
 
 def dim(size: Any) -> Dim:

@@ -94,6 +94,14 @@ def _reached(start: Node, targets: tuple[Any, ...], through: tuple[Any, ...]) ->
     return False
 
 
+_SAME_TOKENS = (
+    *(getattr(torch.ops.aten, name).default for name in ("stack", "cat", "view", "clone", "_to_copy", "alias")),
+    torch.ops.aten.where.self,
+    torch.ops.aten.masked_fill.Scalar,
+)
+"""What token ids may pass through on their way to an embedding: a model with images masks their places."""
+
+
 def _counts(node: Node) -> bool:
     """Whether a host integer is an operand of an operator on tensors: shapes or contents depend on it."""
     queue, seen = [node], {node}
@@ -167,7 +175,7 @@ def make_plan(gm: GraphModule, static: set[int]) -> Plan:
                 role = "parameter"
             elif node.name in lengths:
                 role = "lengths"
-            elif _reached(node, (aten.embedding.default,), (aten.stack.default, aten.cat.default, aten.view.default)):
+            elif fake.dtype != torch.bool and _reached(node, (aten.embedding.default,), _SAME_TOKENS):
                 role = "token"
         else:
             shape, role = (
@@ -196,7 +204,7 @@ def make_plan(gm: GraphModule, static: set[int]) -> Plan:
     rows, max_rows, unpadded = _rows(inputs, {n.meta["source"]: n.meta["val"] for n in nodes})
     (results,) = gm.graph.find_nodes(op="output")[0].args
     outputs = tuple(_output(r) for r in results)
-    device, calls = device_of(gm), cache_calls(gm, inputs, static)
+    device, calls = device_of(gm), cache_calls(gm, inputs)
     return Plan(tuple(inputs), outputs, attention, extras, tuple(symbols), rows, max_rows, unpadded, device, calls)
 
 
