@@ -99,13 +99,19 @@ class GraphReport:
 
 @dataclass
 class CompileReport:
-    """All graphs one function, engine or :func:`explain` call compiled."""
+    """All graphs one function, engine, loop or :func:`explain` call compiled.
+
+    Attributes:
+        prefills, fallbacks: calls a loop made of a model as it is, beside any graph.
+    """
 
     graphs: list[GraphReport] = field(default_factory=list)
+    prefills: int = 0
+    fallbacks: Counter[str] = field(default_factory=Counter)
 
     def totals(self) -> dict[str, Any]:
         """The ``graphs`` object of the CLI: captures, replays, sizes, recompiles, fallbacks."""
-        fallbacks: Counter[str] = Counter()
+        fallbacks = Counter(self.fallbacks)
         for graph in self.graphs:
             fallbacks.update(graph.fallbacks)
         return {
@@ -118,7 +124,8 @@ class CompileReport:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: the totals and every graph."""
-        return {**self.totals(), "graphs": [g.to_dict() for g in self.graphs]}
+        prefills = self.prefills + sum(g.prefills for g in self.graphs)
+        return {**self.totals(), "prefills": prefills, "graphs": [g.to_dict() for g in self.graphs]}
 
     def __str__(self) -> str:
         totals = self.totals()
