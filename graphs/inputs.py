@@ -28,7 +28,8 @@ class Input:
         name: the placeholder; unique.
         label: what the user calls it: Dynamo's source expression where there is one.
         source: index among the arguments of the compiled function; several inputs may share one.
-        role: ``parameter`` (weights and buffers), ``cache`` (written in place), ``padding`` (contents of padded rows),
+        role: ``parameter`` (weights and buffers), ``cache`` (written in place), ``fixed`` (read where it lies, and held
+            by no module: a cache another model writes), ``padding`` (contents of padded rows),
             ``block_table``, ``lengths``, ``host`` (lengths on the CPU), ``token``, ``size`` (a host integer),
             ``unused`` or ``other``.
         static: the address is frozen at capture; otherwise contents are copied into a stable buffer.

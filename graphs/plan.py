@@ -172,7 +172,7 @@ def make_plan(gm: GraphModule, static: set[int]) -> Plan:
             elif node in written:
                 role = "cache"
             elif node.meta["source"] in static:
-                role = "parameter"
+                role = "parameter" if node.meta.get("held", True) else "fixed"
             elif node.name in lengths:
                 role = "lengths"
             elif fake.dtype != torch.bool and _reached(node, (aten.embedding.default,), _SAME_TOKENS):
