@@ -15,6 +15,7 @@ from gemma_npu_compile.graphs.inputs import Dim, Input, Values, evaluate
 from gemma_npu_compile.passes.fx import is_view, placeholders
 
 aten = torch.ops.aten
+_COPIES = {aten.clone.default, aten._to_copy.default}
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class CacheCalls:
 
 def _source(node: object) -> Node | None:
     """The value behind views, slices and copies."""
-    while isinstance(node, Node) and (is_view(node) or node.target in (aten.clone.default, aten._to_copy.default)):
+    while isinstance(node, Node) and (is_view(node) or node.target in _COPIES):
         node = node.args[0]
     return node if isinstance(node, Node) else None
 
@@ -49,6 +50,28 @@ def _is_cache(node: object) -> bool:
     if not isinstance(fake, Tensor) or fake.dim() != 4:
         return False
     return fake.is_floating_point() and isinstance(fake.shape[1], int) and isinstance(fake.shape[3], int)
+
+
+_MASKING = {aten.add.Tensor, aten.where.self, aten.masked_fill.Scalar, aten.logical_not.default}
+
+
+def _is_mask(node: Node) -> bool:
+    """Whether an input is added to scores, or given to attention as its mask: it has the form of keys, and is none."""
+    queue, seen = [node], {node}
+    while queue:
+        value = queue.pop()
+        for user in value.users:
+            if user.target in _MASKING:
+                return True
+            schema = getattr(user.target, "_schema", None)
+            names = [] if schema is None else [each.name for each in schema.arguments]
+            taken = [*zip(names, user.args, strict=False), *user.kwargs.items()]
+            if any(arg is value and "mask" in name for name, arg in taken):
+                return True
+            if user not in seen and (is_view(user) or user.target in _COPIES):
+                seen.add(user)
+                queue.append(user)
+    return False
 
 
 def _grown_from(result: Node) -> Node | None:
@@ -70,6 +93,7 @@ def cache_calls(gm: GraphModule, inputs: Sequence[Input]) -> CacheCalls | None:
     results = [each for each in returned if _is_cache(each)]  # type: ignore[union-attr]
     moving = {item.source for item in inputs if item.buffer is not None}
     given = [node for node in placeholders(gm) if _is_cache(node) and node.meta.get("source") in moving]
+    given = [node for node in given if not _is_mask(node)]
     longer = [found for each in results if (found := _grown_from(each)) in given]
     anew = [node for node in given if not isinstance(node.meta["val"].shape[2], int)]
     writes = any(item.role == "cache" and len(item.shape) >= 3 for item in inputs)
