@@ -23,6 +23,7 @@ _EXPORTS = {
     "Options": "options",
     "PagedKVCache": "kv_cache",
     "Stats": "stats",
+    "compile_loop": "loops",
     "explain": "report",
     "generate": "generation",
     "mark_rows": "step",

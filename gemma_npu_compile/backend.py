@@ -36,15 +36,16 @@ def _refuse_training(gm: GraphModule, example_inputs: Sequence[Any]) -> Any:
     )
 
 
-def _labels(gm: GraphModule) -> list[str]:
-    """What the user calls each input: Dynamo's source expression."""
+def _labels(gm: GraphModule) -> list[tuple[str, bool]]:
+    """What the user calls each input, Dynamo's source expression; and whether a module holds it."""
     labels = []
     for node in placeholders(gm):
         source = getattr(node.meta.get("grapharg"), "source", None)
         label = node.name if source is None else str(source.name)
+        held = source is None or re.search(r"\._(?:parameters|buffers)\[", label) is not None
         label = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", label)
         label = re.sub(r"^L\['(\w+)'\]", r"\1", label)
-        labels.append(re.sub(r"^(?:fn|self)\.", "", label))
+        labels.append((re.sub(r"^(?:fn|self)\.", "", label), held))
     return labels
 
 
@@ -113,13 +114,13 @@ class Backend:
         return known
 
     def _build(
-        self, gm: GraphModule, static: set[int], labels: list[str], options: Options, report: GraphReport
+        self, gm: GraphModule, static: set[int], labels: list[tuple[str, bool]], options: Options, report: GraphReport
     ) -> GraphRunner:
         inputs = placeholders(gm)
         if len(labels) != len(inputs):  # AOT merged aliased inputs
-            labels = [node.name for node in inputs]
-        for index, (node, label) in enumerate(zip(inputs, labels, strict=True)):
-            node.meta.update(source=index, label=label)
+            labels = [(node.name, True) for node in inputs]
+        for index, (node, (label, held)) in enumerate(zip(inputs, labels, strict=True)):
+            node.meta.update(source=index, label=label, held=held)
         target = platform(platform_for(device_of(gm), options.platform), options.capabilities)
         dump = current_dump()
         files = dump.graph() if dump is not None else None

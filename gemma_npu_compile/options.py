@@ -46,6 +46,8 @@ class Options:
         merge_weights: compute gate and up projections as one product of a merged copy of both weights. A weight changed
             through ``.data`` afterwards is not seen.
         on_fallback: ``"warn"`` runs an uncaptured call and warns once per reason; ``"error"`` raises instead.
+        max_query_len: a call of a model with a KV cache that brings more tokens a row is a prefill and runs uncaptured;
+            so does the call that makes the cache.
         max_captures: captured graphs per compiled graph, for graphs whose inputs have no declared row padding.
         disable_passes: names of passes to leave out (``gemma_npu_compile.passes.PASSES``).
 
@@ -61,6 +63,7 @@ class Options:
     skip_softcap: bool = False
     merge_weights: bool = False
     on_fallback: str = "warn"
+    max_query_len: int = 32
     max_captures: int = 16
     disable_passes: tuple[str, ...] = field(default=())
     capabilities: str | None = None
@@ -74,8 +77,10 @@ class Options:
         for name in ("capture", "skip_softcap", "merge_weights"):
             if not isinstance(getattr(self, name), bool):
                 raise CompileError(f"{name} is {getattr(self, name)!r}, it must be True or False")
-        if isinstance(self.max_captures, bool) or not isinstance(self.max_captures, int) or self.max_captures < 1:
-            raise CompileError(f"max_captures is {self.max_captures!r}, it must be a positive integer")
+        for name in ("max_captures", "max_query_len"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise CompileError(f"{name} is {value!r}, it must be a positive integer")
         object.__setattr__(self, "capture_sizes", self._sizes())
         object.__setattr__(self, "disable_passes", self._pass_names())
 

@@ -23,6 +23,7 @@ class GraphReport:
         checked: captures of which a replay with other contents equalled the uncaptured graph before they were used.
         unchecked: why no such replay could be made.
         sizes: rows of each capture of a graph with declared row padding, in the order of capture.
+        prefills: calls that ran uncaptured because a prefill does (``max_query_len``).
         fallbacks: calls that ran uncaptured although capture was asked for, by reason.
         host_updates: captured tasks whose host lengths were refreshed before a replay.
         pool_bytes, buffer_bytes: memory of intermediates over all sizes, and of stable inputs.
@@ -41,6 +42,7 @@ class GraphReport:
     sizes: list[int] = field(default_factory=list)
     replays: int = 0
     eager_calls: int = 0
+    prefills: int = 0
     host_updates: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
     pool_bytes: int = 0
@@ -66,6 +68,7 @@ class GraphReport:
             "unchecked": self.unchecked,
             "replays": self.replays,
             "eager_calls": self.eager_calls,
+            "prefills": self.prefills,
             "host_updates": self.host_updates,
             "fallbacks": dict(self.fallbacks),
             "pool_bytes": self.pool_bytes,
@@ -88,19 +91,27 @@ class GraphReport:
         megabytes = (self.pool_bytes + self.buffer_bytes + self.merged_bytes) / 2**20
         yield f"  {self.captures} captures, rows {self.sizes}, {megabytes:.1f} MiB"
         yield f"  {self.replays} replays, {self.host_updates} task updates, {self.eager_calls} eager calls"
+        if self.prefills:
+            yield f"  {self.prefills} prefills, which are not captured"
         for reason, count in self.fallbacks.items():
             yield f"  fell back {count} times: {reason}"
 
 
 @dataclass
 class CompileReport:
-    """All graphs one function, engine or :func:`explain` call compiled."""
+    """All graphs one function, engine, loop or :func:`explain` call compiled.
+
+    Attributes:
+        prefills, fallbacks: calls a loop made of a model as it is, beside any graph.
+    """
 
     graphs: list[GraphReport] = field(default_factory=list)
+    prefills: int = 0
+    fallbacks: Counter[str] = field(default_factory=Counter)
 
     def totals(self) -> dict[str, Any]:
         """The ``graphs`` object of the CLI: captures, replays, sizes, recompiles, fallbacks."""
-        fallbacks: Counter[str] = Counter()
+        fallbacks = Counter(self.fallbacks)
         for graph in self.graphs:
             fallbacks.update(graph.fallbacks)
         return {
@@ -113,7 +124,8 @@ class CompileReport:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: the totals and every graph."""
-        return {**self.totals(), "graphs": [g.to_dict() for g in self.graphs]}
+        prefills = self.prefills + sum(g.prefills for g in self.graphs)
+        return {**self.totals(), "prefills": prefills, "graphs": [g.to_dict() for g in self.graphs]}
 
     def __str__(self) -> str:
         totals = self.totals()

@@ -1,12 +1,15 @@
-"""What a graph takes behind its inputs: host lists, computed for every call, and merged weights, made once a model."""
+"""What a graph takes behind its inputs: host lists and numbers, computed for every call, and merged weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from gemma_npu_compile.graphs.plan import Input, Plan
+from gemma_npu_compile.graphs.plan import Input, Plan, Values
 from gemma_npu_compile.passes.host_lengths import HostLengths
+from gemma_npu_compile.passes.merge_gate_up import MergedWeight
+from gemma_npu_compile.passes.numbers_on_device import HostNumber
 
 Read = Callable[[Input], Tensor]
 
@@ -23,7 +26,7 @@ class MergedWeights:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._recipes = [each for each in plan.extras if not isinstance(each, HostLengths)]
+        self._recipes = [each for each in plan.extras if isinstance(each, MergedWeight)]
         self._tensors: list[Tensor] = []
         self._originals: list[list[Tensor]] = []  # kept: another weight must not come to lie at the address of one
         self._versions: list[tuple[int, int]] = []
@@ -55,13 +58,27 @@ class Extras:
         self._plan = plan
         inputs = {item.source: item for item in reversed(plan.inputs)}
         self._inputs = [[inputs[source] for source in host.sources] for host in plan.host]
+        self._recipes = [each for each in plan.extras if isinstance(each, HostNumber)]
+        self._numbers: list[Tensor] = []
 
     def host_lists(self, read: Read) -> list[list[int]]:
         """Contents of the host lists; ``read`` gives the tensor an input stands for (padded rows included, or not)."""
         pairs = zip(self._plan.host, self._inputs, strict=True)
         return [host([read(item) for item in inputs]) for host, inputs in pairs]
 
-    def all(self, read: Read, merged: list[Tensor]) -> list[Any]:
+    def numbers(self, values: Values) -> list[Tensor]:
+        """The 0-d tensors of the host's numbers, at the same addresses in every call, holding this call's."""
+        if not self._numbers:
+            self._numbers = [torch.zeros((), dtype=torch.int64, device=each.device) for each in self._recipes]
+        for tensor, recipe in zip(self._numbers, self._recipes, strict=True):
+            tensor.fill_(recipe(values))
+        return self._numbers
+
+    def all(self, read: Read, merged: list[Tensor], values: Values) -> list[Any]:
         """Everything the graph takes behind its inputs, in its order."""
-        lists, tensors = iter(self.host_lists(read)), iter(merged)
-        return [next(lists) if isinstance(each, HostLengths) else next(tensors) for each in self._plan.extras]
+        found: dict[type, Iterator[Any]] = {
+            HostLengths: iter(self.host_lists(read)),
+            MergedWeight: iter(merged),
+            HostNumber: iter(self.numbers(values)),
+        }
+        return [next(found[type(each)]) for each in self._plan.extras]

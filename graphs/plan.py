@@ -1,67 +1,20 @@
 """The plan: everything a replay needs to know of a graph, computed once from the final FX graph."""
 
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import sympy
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
+from gemma_npu_compile.graphs.cache_calls import CacheCalls, cache_calls
+from gemma_npu_compile.graphs.inputs import Dim, Input, Values, dim, evaluate
 from gemma_npu_compile.passes.fx import device_of, written_roots
 from gemma_npu_compile.passes.host_lengths import HostLengths
 from gemma_npu_compile.passes.merge_gate_up import MergedWeight
+from gemma_npu_compile.passes.numbers_on_device import HostNumber
 from gemma_npu_compile.passes.sites import Attention, label, record
-
-Dim: TypeAlias = "int | sympy.Expr"
-Values: TypeAlias = "dict[sympy.Symbol, int]"
-
-
-def dim(size: Any) -> Dim:
-    """A size of a fake tensor as an int, or as the sympy expression behind it."""
-    return size if isinstance(size, int) else size.node.expr
-
-
-def evaluate(size: Dim, values: Values) -> int:
-    """``size`` with every symbol replaced by its value."""
-    return size if isinstance(size, int) else int(size.xreplace(values))
-
-
-@dataclass(frozen=True)
-class Input:
-    """One placeholder of the final graph.
-
-    Attributes:
-        name: the placeholder; unique.
-        label: what the user calls it: Dynamo's source expression where there is one.
-        source: index among the arguments of the compiled function; several inputs may share one.
-        role: ``parameter`` (weights and buffers), ``cache`` (written in place), ``padding`` (contents of padded rows),
-            ``block_table``, ``lengths``, ``host`` (lengths on the CPU), ``token``, ``size`` (a host integer),
-            ``unused`` or ``other``.
-        static: the address is frozen at capture; otherwise contents are copied into a stable buffer.
-        shape: ints, or sympy expressions of the graph's symbols.
-        padding: source index of the tensor that holds this input's padded rows.
-        layer, phase: of an attention node's own block table.
-        group: of a block table, also of the one slots are computed from.
-    """
-
-    name: str
-    label: str
-    source: int
-    role: str
-    static: bool
-    shape: tuple[Dim, ...]
-    dtype: torch.dtype | None
-    padding: int | None = None
-    layer: str | None = None
-    phase: str | None = None
-    group: str | None = None
-
-    @property
-    def buffer(self) -> str | None:
-        """Name of the stable buffer; inputs with one source share it."""
-        if self.static or self.role in ("size", "unused", "padding"):
-            return None
-        return f"block_table.{self.group}" if self.role == "block_table" else f"input.{self.source}"
 
 
 @dataclass(frozen=True)
@@ -89,23 +42,26 @@ class Plan:
     """Inputs, outputs and sizes of a graph.
 
     Attributes:
-        extras: what the graph takes behind its inputs and how it follows from them: host lists and merged weights.
+        extras: what the graph takes behind its inputs and how it follows from them: host lists, weights, numbers.
         rows: the symbol of the row count when every input that has rows has declared padding, else None.
         max_rows: rows the inputs' paddings allow; None without ``rows``.
         unpadded: why there is no ``rows``.
-        symbols: every symbol of the graph, in the order of the inputs; captures are keyed by their values.
+        symbols: every symbol that shapes or contents of tensors depend on, in the order of the inputs; captures are
+            keyed by their values. A host integer that is only counted on (a cache's length) is none of them.
         device: where the graph runs: an NPU if any tensor it reads is on one.
+        calls: which calls of a model with a KV cache are not captured; None for other graphs.
     """
 
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
     attention: tuple[Attention, ...]
-    extras: tuple[HostLengths | MergedWeight, ...]
+    extras: tuple[HostLengths | MergedWeight | HostNumber, ...]
     symbols: tuple[sympy.Symbol, ...]
     rows: sympy.Symbol | None
     max_rows: int | None
     unpadded: str | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    calls: CacheCalls | None = None
 
     @property
     def host(self) -> tuple[HostLengths, ...]:
@@ -138,6 +94,28 @@ def _reached(start: Node, targets: tuple[Any, ...], through: tuple[Any, ...]) ->
     return False
 
 
+_SAME_TOKENS = (
+    *(getattr(torch.ops.aten, name).default for name in ("stack", "cat", "view", "clone", "_to_copy", "alias")),
+    torch.ops.aten.where.self,
+    torch.ops.aten.masked_fill.Scalar,
+)
+"""What token ids may pass through on their way to an embedding: a model with images masks their places."""
+
+
+def _counts(node: Node) -> bool:
+    """Whether a host integer is an operand of an operator on tensors: shapes or contents depend on it."""
+    queue, seen = [node], {node}
+    while queue:
+        for user in queue.pop().users:
+            if user.op == "output" or user in seen:
+                continue
+            if any(isinstance(each, torch.Tensor) for each in tree_leaves(user.meta.get("val"))):
+                return True
+            seen.add(user)
+            queue.append(user)
+    return False
+
+
 def _attention(gm: GraphModule) -> tuple[Attention, ...]:
     """Records of all attention nodes, of the dialect and lowered ones."""
     op = torch.ops.gemma_npu.paged_attention.default
@@ -161,10 +139,12 @@ def make_plan(gm: GraphModule, static: set[int]) -> Plan:
     """
     aten = torch.ops.aten
     everything = gm.graph.find_nodes(op="placeholder")
-    extras = tuple(n.meta.get("host") or n.meta["merged"] for n in everything if "source" not in n.meta)
+    extras = tuple(
+        n.meta.get("host") or n.meta.get("merged") or n.meta["number"] for n in everything if "source" not in n.meta
+    )
     nodes = everything[: len(everything) - len(extras)]
     if any("source" not in n.meta for n in nodes):
-        raise AssertionError("host lists and merged weights must stand behind the inputs")
+        raise AssertionError("host lists, merged weights and numbers must stand behind the inputs")
     written = {n for n in written_roots(gm.graph) if n.op == "placeholder"}
     attention = _attention(gm)
     lengths = {each.kv_len_input for each in attention}
@@ -192,18 +172,19 @@ def make_plan(gm: GraphModule, static: set[int]) -> Plan:
             elif node in written:
                 role = "cache"
             elif node.meta["source"] in static:
-                role = "parameter"
+                role = "parameter" if node.meta.get("held", True) else "fixed"
             elif node.name in lengths:
                 role = "lengths"
-            elif _reached(node, (aten.embedding.default,), (aten.stack.default, aten.cat.default, aten.view.default)):
+            elif fake.dtype != torch.bool and _reached(node, (aten.embedding.default,), _SAME_TOKENS):
                 role = "token"
         else:
             shape, role = (
                 (dim(fake),) if isinstance(fake, (int, torch.SymInt)) else (),
                 "size" if node.users else "unused",
             )
+        counts = role != "unused" and (role != "size" or _counts(node))
         for expr in shape:
-            if role != "unused" and not isinstance(expr, int):
+            if counts and not isinstance(expr, int):
                 symbols.update(dict.fromkeys(sorted(expr.free_symbols, key=str)))
         inputs.append(
             Input(
@@ -223,8 +204,8 @@ def make_plan(gm: GraphModule, static: set[int]) -> Plan:
     rows, max_rows, unpadded = _rows(inputs, {n.meta["source"]: n.meta["val"] for n in nodes})
     (results,) = gm.graph.find_nodes(op="output")[0].args
     outputs = tuple(_output(r) for r in results)
-    device = device_of(gm)
-    return Plan(tuple(inputs), outputs, attention, extras, tuple(symbols), rows, max_rows, unpadded, device)
+    device, calls = device_of(gm), cache_calls(gm, inputs)
+    return Plan(tuple(inputs), outputs, attention, extras, tuple(symbols), rows, max_rows, unpadded, device, calls)
 
 
 def _rows(inputs: list[Input], values: dict[int, Any]) -> tuple[sympy.Symbol | None, int | None, str | None]:

@@ -99,6 +99,11 @@ class GraphRunner:
             if self.plan.rows is None and not self.options.capture:
                 self.report.eager_calls += 1
                 return self._run_uncaptured(args)
+            if self.plan.calls is not None and self.plan.calls.prefill(values, self.options.max_query_len):
+                self.report.prefills += 1
+                return self._run_uncaptured(args)
+            if self.plan.calls is not None and self.plan.calls.grows is not None:
+                return self._fall_back(self.plan.calls.grows, args)
             self._runtime.order()
             binding = self._bind(args)
             key = self._key(sized)
@@ -128,6 +133,7 @@ class GraphRunner:
         graph = binding.graphs[self._key(sized)]
         self.report.host_updates += self._update(graph, args, buffers, sized)
         binding.merged.tensors(args)
+        self._extras.numbers(values)
         graph.replay()
         self.report.replays += 1
         return graph.outputs
@@ -191,7 +197,7 @@ class GraphRunner:
                 found.append(evaluate(item.shape[0], sized))
             else:
                 found.append(read(item))
-        return found + self._extras.all(read, binding.merged.tensors(args))
+        return found + self._extras.all(read, binding.merged.tensors(args), sized)
 
     def _capture(self, binding: _Binding, args: list[Any], values: Values, sized: Values) -> str | None:
         """Capture every size (padded rows), or the sizes of this call; or say why not, and keep nothing of it."""
@@ -280,7 +286,7 @@ class GraphRunner:
 
     def _run_uncaptured(self, args: list[Any]) -> list[Any]:
         merged = self._bind(args).merged.tensors(args) if self.plan.extras else []
-        extras = self._extras.all(lambda item: args[item.source], merged)
+        extras = self._extras.all(lambda item: args[item.source], merged, self.plan.values(args))
         return list(self.gm(*[args[i.source] for i in self.plan.inputs], *extras))
 
     def free(self) -> None:

@@ -32,6 +32,7 @@ from gemma_npu_compile.passes.large_heads_to_bnsd import large_heads_to_bnsd
 from gemma_npu_compile.passes.lower_attention import lower_attention
 from gemma_npu_compile.passes.lower_operators import lower_operators
 from gemma_npu_compile.passes.merge_gate_up import merge_gate_up
+from gemma_npu_compile.passes.numbers_on_device import numbers_on_device
 from gemma_npu_compile.passes.remove_host_syncs import remove_host_syncs
 from gemma_npu_compile.passes.remove_no_ops import remove_no_ops
 from gemma_npu_compile.passes.result import PassResult
@@ -58,6 +59,7 @@ PASSES: dict[str, Pass] = {
     "fia_to_bnsd": fia_to_bnsd,
     "sdpa_to_fia": sdpa_to_fia,
     "bind_block_tables": bind_block_tables,
+    "numbers_on_device": numbers_on_device,
     "merge_gate_up": merge_gate_up,
     "clip_to_window": clip_to_window,
     "lower_attention": lower_attention,

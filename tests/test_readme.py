@@ -10,10 +10,10 @@ README = Path(__file__).resolve().parents[1] / "README.md"
 
 
 @pytest.mark.slow
-def test_the_examples_run(pair):
-    target, assistant = pair
+def test_the_examples_run(make_pair):
+    target, assistant = make_pair(sliding_window=64)  # a static cache rolls back within the window
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     ids = torch.randint(1, 128, (2, 9))
     names = {
         "target": target,
@@ -25,6 +25,11 @@ def test_the_examples_run(pair):
     }
     for block in blocks:
         exec(compile(block, str(README), "exec"), names)
+    greedy = target.generate(ids[:1], max_new_tokens=16, do_sample=False)
+    assert torch.equal(names["speculated"], greedy)
+    report = names["speculate"].report
+    assert (report.totals()["fallbacks"], report.prefills) == ({}, 1)
+    assert report.totals()["replays"] > 4 * 3
     assert names["stats"].report.totals()["fallbacks"] == {}
     assert names["ids"].shape == (2, 9 + 20)
     assert len(names["first_row"]) == int(names["out"].accepted[0]) + 1
