@@ -22,6 +22,8 @@ _EXPORTS = {
     "OutOfBlocksError": "kv_cache",
     "Options": "options",
     "PagedKVCache": "kv_cache",
+    "Request": "session",
+    "Session": "session",
     "Stats": "stats",
     "explain": "report",
     "generate": "generation",

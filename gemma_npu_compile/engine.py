@@ -19,32 +19,10 @@ from gemma_npu_compile.models import PagedContext
 from gemma_npu_compile.ops import slot_mapping
 from gemma_npu_compile.options import Options
 from gemma_npu_compile.report import CompileReport
+from gemma_npu_compile.state import Results, State
 from gemma_npu_compile.step import DraftVerifyStep, StepOutput, mark_rows
 
 log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass
-class State:
-    """Rows in flight: their cache rows and the inputs of their next step.
-
-    Attributes:
-        rows: cache row of each entry.
-        token, hidden, seq_len: as in :meth:`DraftVerifyStep.forward`.
-        lengths: ``seq_len`` on the host.
-    """
-
-    rows: list[int]
-    token: Tensor
-    hidden: Tensor
-    seq_len: Tensor
-    lengths: list[int]
-
-    def select(self, keep: Sequence[int]) -> "State":
-        """The entries at the positions ``keep``."""
-        index = torch.tensor(keep, dtype=torch.long, device=self.token.device)
-        rows, lengths = [self.rows[i] for i in keep], [self.lengths[i] for i in keep]
-        return State(rows, self.token[index], self.hidden[index], self.seq_len[index], lengths)
 
 
 _compiling = threading.Lock()  # engines of several threads are compiled one after the other
@@ -210,8 +188,32 @@ class Engine:
 
     @torch.inference_mode(False)
     @torch.no_grad()
+    def launch(self, state: State) -> tuple[State, Results]:
+        """Queue one step and read nothing: the next one can be launched from the state returned.
+
+        Rows need blocks for the longest they can be: a caller that launches ahead of its reading must have kept them.
+
+        Raises:
+            OutOfBlocksError: a row cannot grow; nothing was run.
+        """
+        self.warm_up()
+        cache, rows, width = self.cache, state.rows, 1 + self.step.num_draft_tokens
+        for row, length in zip(rows, state.lengths, strict=True):
+            cache.extend(row, length + width)
+        token, hidden, seq_len, tables = state.token, state.hidden, state.seq_len, cache.block_tables(rows)
+        if len(rows) == 1:  # torch traces one row apart from many: run it beside a padded one
+            token = torch.cat([token, self.step.token_padding[1:2]])
+            hidden = torch.cat([hidden, self.step.hidden_padding[1:2]])
+            seq_len = torch.cat([seq_len, cache.padding_lens[1:2]])
+            tables = tuple(torch.cat([t, p[1:2]]) for t, p in zip(tables, cache.padding_tables, strict=True))
+        output: StepOutput = self._run(token, hidden, seq_len, tables)
+        count = len(rows)
+        longest = [length + width for length in state.lengths]
+        following = State(rows, output.token[:count], output.hidden[:count], output.seq_len[:count], longest)
+        return following, Results(output.tokens[:count], output.accepted[:count])
+
     def decode(self, state: State) -> tuple[State, list[list[int]], list[int], float]:
-        """Run one step.
+        """Run one step and read its results.
 
         Returns:
             the next state, each row's new tokens, its number of accepted drafts, and the wall time in seconds.
@@ -220,26 +222,14 @@ class Engine:
             OutOfBlocksError: a row cannot grow; nothing was run.
         """
         self.warm_up()
-        cache, rows = self.cache, state.rows
-        for row, length in zip(rows, state.lengths, strict=True):
-            cache.extend(row, length + 1 + self.step.num_draft_tokens)
-        token, hidden, seq_len, tables = state.token, state.hidden, state.seq_len, cache.block_tables(rows)
-        if len(rows) == 1:  # torch traces one row apart from many: run it beside a padded one
-            token = torch.cat([token, self.step.token_padding[1:2]])
-            hidden = torch.cat([hidden, self.step.hidden_padding[1:2]])
-            seq_len = torch.cat([seq_len, cache.padding_lens[1:2]])
-            tables = tuple(torch.cat([t, p[1:2]]) for t, p in zip(tables, cache.padding_tables, strict=True))
         start = time.perf_counter()
-        output: StepOutput = self._run(token, hidden, seq_len, tables)
-        tokens, accepted = output.tokens.tolist(), output.accepted.tolist()
+        following, results = self.launch(state)
+        new, accepted = results.read()
         seconds = time.perf_counter() - start
-        count = len(rows)
-        new = [tokens[i][: accepted[i] + 1] for i in range(count)]
-        lengths = [length + len(n) for length, n in zip(state.lengths, new, strict=True)]
-        for row, length in zip(rows, lengths, strict=True):
-            cache.set_length(row, length)
-        following = State(rows, output.token[:count], output.hidden[:count], output.seq_len[:count], lengths)
-        return following, new, accepted[:count], seconds
+        following.lengths = [length + len(n) for length, n in zip(state.lengths, new, strict=True)]
+        for row, length in zip(following.rows, following.lengths, strict=True):
+            self.cache.set_length(row, length)
+        return following, new, accepted, seconds
 
 
 class EnginePool:

@@ -2,8 +2,6 @@
 
 import copy
 import inspect
-import logging
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,13 +9,11 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from gemma_npu_compile.engine import ENGINES, Engine
+from gemma_npu_compile.engine import ENGINES
 from gemma_npu_compile.models import check_target
 from gemma_npu_compile.options import Options, nearest
-from gemma_npu_compile.report import CompileReport
-from gemma_npu_compile.stats import Stats
-
-log = logging.getLogger(__name__)
+from gemma_npu_compile.session import Session
+from gemma_npu_compile.stats import Acceptance, Stats
 
 # Settings of GenerationConfig that change the result and are not implemented, with the values that mean "off".
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -211,25 +207,30 @@ def generate(
     parsed = Options.parse(options)
     eos, pad = eos_ids(config), pad_id(config)
     if input_ids.dim() == 2 and input_ids.shape[0] == 0:
-        stats = Stats.start(0, num_draft_tokens if assistant_model is not None else 0, CompileReport())
+        stats = Stats(Acceptance([0] * (num_draft_tokens if assistant_model is not None else 0)))
         return (input_ids.clone(), stats) if return_stats else input_ids.clone()
     prompts = _prompts(input_ids, attention_mask, config.pad_token_id, eos)
     limit = _limit(config, max_new_tokens, input_ids.shape[1])
     if streamer is not None and len(prompts) != 1:
         raise ValueError(f"a streamer shows one row, got {len(prompts)} rows")
     k = num_draft_tokens if assistant_model is not None else 0
-    needed = max(len(p) for p in prompts) + limit
+    ahead = 0 if model.device.type == "cpu" else k + 1  # tokens of a step queued ahead
+    needed = max(len(p) for p in prompts) + limit + ahead
     with ENGINES.engine(
         model, assistant_model, k, rows=len(prompts), model_len=needed, compiled=compiled, options=parsed
     ) as engine:
-        engine.warm_up()
-        stats = Stats.start(len(prompts), k, engine.report)
+        session = Session.on(engine)
+        requests = [session.add(p, max_new_tokens=limit, eos_token_id=eos) for p in prompts]
         if streamer is not None:
             streamer.put(input_ids.cpu())
-        outputs = _decode(engine, prompts, limit, eos, stats, streamer)
+        for _, tokens in session:
+            if streamer is not None:
+                streamer.put(torch.tensor(tokens))
+        stats = session.stats
     if streamer is not None:
         streamer.end()
-    _warn_if_useless(stats)
+    stats.per_row = [request.acceptance for request in requests]
+    outputs = [request.tokens for request in requests]
     width = max(len(tokens) for tokens in outputs)
     new = torch.tensor([t + [pad] * (width - len(t)) for t in outputs], dtype=torch.int64, device=input_ids.device)
     result = torch.cat([input_ids.long(), new], dim=1)
@@ -242,51 +243,3 @@ _signature = inspect.signature(generate)
 generate.__signature__ = _signature.replace(  # type: ignore[attr-defined]
     parameters=[p for n, p in _signature.parameters.items() if n not in ("attention_mask", "max_new_tokens")]
 )
-
-
-def _decode(
-    engine: Engine, prompts: list[Tensor], limit: int, eos: list[int], stats: Stats, streamer: Any
-) -> list[list[int]]:
-    """New tokens of each prompt. Finished rows give their blocks back and leave the batch."""
-    start = time.perf_counter()
-    state = engine.prefill(prompts)
-    outputs: list[list[int]] = [[] for _ in prompts]
-    active = list(range(len(prompts)))
-    arrived = [[token] for token in state.token.tolist()]
-    stats.prefill_seconds = time.perf_counter() - start
-    start = time.perf_counter()
-    while True:
-        keep = []
-        for position, (row, tokens) in enumerate(zip(active, arrived, strict=True)):
-            room = limit - len(outputs[row])
-            end = next((i + 1 for i, t in enumerate(tokens) if t in eos), len(tokens))
-            taken = tokens[: min(room, end)]
-            outputs[row].extend(taken)
-            if streamer is not None:
-                streamer.put(torch.tensor(taken))
-            if len(outputs[row]) < limit and taken[-1] not in eos:
-                keep.append(position)
-            else:
-                engine.cache.release(state.rows[position])
-        if len(keep) < len(active):
-            active, state = [active[i] for i in keep], state.select(keep)
-        if not active:
-            break
-        state, arrived, accepted, seconds = engine.decode(state)
-        stats.step_seconds.append(seconds)
-        for row, count in zip(active, accepted, strict=True):
-            stats.count(row, count)
-    stats.decode_seconds = time.perf_counter() - start
-    stats.new_tokens = sum(len(tokens) for tokens in outputs)
-    stats.decoded_tokens = stats.new_tokens - len(outputs)  # prefill chose each row's first
-    return outputs
-
-
-def _warn_if_useless(stats: Stats) -> None:
-    rates = stats.acceptance.rate_per_pos
-    if rates and stats.acceptance.drafts >= 16 and rates[0] < 0.05:
-        log.warning(
-            "the assistant's first draft was accepted in %.1f %% of %d rounds: is it the assistant of this target?",
-            100 * rates[0],
-            stats.acceptance.drafts,
-        )
