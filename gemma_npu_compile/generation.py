@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from gemma_npu_compile.engine import ENGINES
+from gemma_npu_compile.engine_pool import ENGINES
 from gemma_npu_compile.models import check_target
 from gemma_npu_compile.options import Options, nearest
 from gemma_npu_compile.session import Session

@@ -4,45 +4,28 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
+from transformers import (
+    LogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+)
 
-from gemma_npu_compile.engine import Engine
+from gemma_npu_compile.engine import Adjust, Engine
 from gemma_npu_compile.options import Options
+from gemma_npu_compile.request import Processors, Request, check_positive, eos_list
+from gemma_npu_compile.sampling import Draws, Sampling, draws
 from gemma_npu_compile.state import Results, State
 from gemma_npu_compile.stats import Acceptance, Stats
 from gemma_npu_compile.stopping import Stopping, stop_string_criterion
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class Request:
-    """One prompt in a :class:`Session`.
-
-    Attributes:
-        prompt: ``(length,)`` int64, on the CPU.
-        tokens: new tokens so far, the end token included.
-        acceptance: of its draft rounds.
-        finish_reason: None while it waits or runs; then ``"eos"``, ``"stop"`` (a stop string or another criterion),
-            ``"length"``, ``"cancelled"`` or ``"error"`` (a criterion raised).
-    """
-
-    prompt: Tensor
-    stopping: Stopping = field(repr=False)
-    acceptance: Acceptance
-    tokens: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    needs: tuple[int, ...] = field(default=(), repr=False)  # blocks reserved in each KV group
-    row: int | None = field(default=None, repr=False)  # in the cache
-
-    @property
-    def finished(self) -> bool:
-        return self.finish_reason is not None
 
 
 @dataclass(frozen=True)
@@ -130,6 +113,7 @@ class Session:
         self._waiting: deque[Request] = deque()
         self._active: list[Request] = []  # the entries of the state, finished ones until the next step
         self._state: State | None = None
+        self._draws: Draws | None = None  # of the active requests
         self._unread: deque[_Launch] = deque()
         self._events: list[tuple[Request, list[int]]] = []  # to be handed out
         self._reserved = [0 for _ in engine.cache.groups]
@@ -146,20 +130,27 @@ class Session:
         prompt_ids: Sequence[int] | Tensor,
         *,
         max_new_tokens: int,
+        min_new_tokens: int = 0,
         eos_token_id: int | Sequence[int] | None = None,
         stop_strings: str | Sequence[str] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         stopping_criteria: Sequence[StoppingCriteria] = (),
+        sampling: Sampling | None = None,
+        logits_processor: Sequence[LogitsProcessor] = (),
     ) -> Request:
         """Queue a prompt; it is admitted by a later :meth:`step`.
 
         Args:
             prompt_ids: 1-d token ids.
             max_new_tokens: new tokens at most, end token included.
+            min_new_tokens: no end token before so many new ones.
             eos_token_id: one or more tokens that end the request.
             stop_strings: texts that end it, as transformers does it: the token that completes one is the last. Needs
                 ``tokenizer``.
             stopping_criteria: of transformers, asked after each token with ids ``(1, prompt + new)`` and no scores.
+            sampling: how to draw tokens; None is greedy.
+            logits_processor: of transformers, applied at each verified position in the order given, before sampling.
+                Steps with such a row are captured up to the logits; what follows runs outside, and reads at once.
 
         Raises:
             ValueError: the prompt is empty, the request could never be admitted, or a setting is impossible; names it.
@@ -169,13 +160,26 @@ class Session:
         prompt = torch.as_tensor(prompt_ids, dtype=torch.int64).detach().cpu()
         if prompt.dim() != 1 or not len(prompt):
             raise ValueError(f"prompt_ids is {tuple(prompt.shape)}, it must be 1-d with at least one token")
-        _positive("max_new_tokens", max_new_tokens)
+        check_positive("max_new_tokens", max_new_tokens)
+        if isinstance(min_new_tokens, bool) or not isinstance(min_new_tokens, int) or min_new_tokens < 0:
+            raise ValueError(f"min_new_tokens is {min_new_tokens!r}, it must be an integer, 0 or more")
+        if sampling is not None and not isinstance(sampling, Sampling):
+            raise ValueError(f"sampling is a {type(sampling).__name__}, it must be a Sampling or None")
+        eos, processors = eos_list(eos_token_id), list(logits_processor)
+        if eos and min_new_tokens:
+            minimum = MinNewTokensLengthLogitsProcessor(len(prompt), min_new_tokens, eos, str(self.engine.cache.device))
+            processors.append(minimum)
         criteria = list(stopping_criteria)
         if stop_strings is not None:
             criteria.append(stop_string_criterion(stop_strings, tokenizer))
-        stopping = Stopping(max_new_tokens, eos_list(eos_token_id), criteria)
-        needs = self._blocks(len(prompt), max_new_tokens)
-        request = Request(prompt, stopping, self._zero(), needs=needs)
+        request = Request(
+            prompt,
+            Stopping(max_new_tokens, eos, criteria),
+            self._zero(),
+            sampling,
+            Processors(processors) if processors else None,
+            needs=self._blocks(len(prompt), max_new_tokens),
+        )
         self._waiting.append(request)
         return request
 
@@ -257,8 +261,12 @@ class Session:
         now = time.perf_counter()
         self.stats.prefill_seconds += now - start
         self._drop_finished()
+        if any(request.adjusts for request in self._active):
+            self._read(0)  # a processor sees the tokens so far
+            self._drop_finished()
         if self._state is not None:
-            self._state, results = self.engine.launch(self._state)
+            adjust = self._adjust(self._active)
+            self._state, results = self.engine.launch(self._state, self._draws, adjust)
             self._unread.append(_Launch(tuple(self._active), results, True))
         self._read(self._depth if self._state is not None else 0)
         if self._state is not None:
@@ -291,7 +299,8 @@ class Session:
         if not admitted:
             return
         try:
-            state = self.engine.prefill([request.prompt for request in admitted])
+            how = draws([request.sampling for request in admitted], cache.device)
+            state = self.engine.prefill([request.prompt for request in admitted], how, self._adjust(admitted))
         except BaseException:
             self._waiting.extendleft(reversed(admitted))
             raise
@@ -301,12 +310,30 @@ class Session:
         self._unread.append(_Launch(tuple(admitted), Results(state.token.unsqueeze(1), None), False))
         self._state = state if self._state is None else self._state.join(state)
         self._active.extend(admitted)
+        self._draws = draws([request.sampling for request in self._active], cache.device)
+
+    def _adjust(self, requests: Sequence[Request]) -> Adjust | None:
+        """What the processors of these requests make of their logits; None when none has a say."""
+        if not any(request.adjusts for request in requests):
+            return None
+
+        def adjust(logits: Tensor, drafts: Tensor) -> Tensor:
+            adjusted = logits.to(torch.float32, copy=True)
+            for index, request in enumerate(requests):
+                if request.adjusts and request.processors is not None:
+                    prefix = torch.cat([request.prompt, torch.tensor(request.tokens, dtype=torch.int64)])
+                    prefix = prefix.to(logits.device)
+                    adjusted[index] = request.processors(prefix, drafts[index], adjusted[index])
+            return adjusted
+
+        return adjust
 
     def _drop_finished(self) -> None:
         keep = [i for i, request in enumerate(self._active) if not request.finished]
         if len(keep) < len(self._active):
             self._active = [self._active[i] for i in keep]
             self._state = self._state.select(keep) if keep and self._state is not None else None
+            self._draws = draws([request.sampling for request in self._active], self.engine.cache.device)
 
     def _read(self, unread: int) -> None:
         """Read launches, oldest first, until ``unread`` are left."""
@@ -373,24 +400,3 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} is {value!r}, it must be a positive integer")
-
-
-def eos_list(value: int | Sequence[int] | Tensor | None) -> list[int]:
-    """End tokens, in the order given.
-
-    Raises:
-        ValueError: one is no token id.
-    """
-    if value is None:
-        return []
-    given = value.flatten().tolist() if isinstance(value, Tensor) else value
-    given = [given] if isinstance(given, int) else list(given)
-    for token in given:
-        if isinstance(token, bool) or not isinstance(token, int):
-            raise ValueError(f"eos_token_id is {value!r}, it must be a token id or a list of them")
-    return given

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 import gemma_npu_compile as gnc
-from gemma_npu_compile.engine import ENGINES
+from gemma_npu_compile.engine_pool import ENGINES
 from gemma_npu_compile.verify import is_tie, plain_greedy, verify
 
 
