@@ -51,6 +51,16 @@ class Request:
         return self.processors is not None and len(self.tokens) < self.processors.until
 
 
+def check_processor(processor: object) -> None:
+    """Raise ValueError unless ``processor`` can be asked about drafts that may not hold."""
+    stateful = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
+    if not isinstance(processor, LogitsProcessor) or isinstance(processor, stateful):
+        raise ValueError(
+            f"logits processor {type(processor).__name__} is not supported: it must be a transformers LogitsProcessor "
+            "that is a function of ids and scores, since it also sees drafts that do not hold"
+        )
+
+
 class Processors:
     """transformers' logits processors, applied at each verified position of a row.
 
@@ -64,12 +74,7 @@ class Processors:
 
     def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
         for each in processors:
-            stateful = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
-            if not isinstance(each, LogitsProcessor) or isinstance(each, stateful):
-                raise ValueError(
-                    f"logits processor {type(each).__name__} is not supported: it must be a transformers "
-                    "LogitsProcessor that is a function of ids and scores, since it also sees drafts that do not hold"
-                )
+            check_processor(each)
         self._processors = tuple(processors)
         # Once a row is long enough, a minimal length says nothing more.
         lengths = [getattr(each, "min_new_tokens", None) for each in processors]

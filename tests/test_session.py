@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import StoppingCriteria
 
 import gemma_npu_compile as gnc
 from gemma_npu_compile.verify import plain_greedy, verify
@@ -97,3 +98,172 @@ def test_steps_are_counted_and_captured_once(session):
     totals = session.stats.report.totals()
     assert (totals["captures"], totals["recompiles"], totals["fallbacks"]) == (len(totals["sizes"]), 0, {})
     assert totals["sizes"] == [2, 3]
+
+
+def test_a_request_that_could_never_run_is_refused_and_leaves_nothing(session, pair):
+    for ids, limits, message in (
+        ([], {"max_new_tokens": 3}, r"prompt_ids is \(0,\), it must be 1-d with at least one token"),
+        ([[1, 2]], {"max_new_tokens": 3}, r"prompt_ids is \(1, 2\)"),
+        ([1], {"max_new_tokens": 0}, "max_new_tokens is 0, it must be a positive integer"),
+        (
+            [1] * 120,
+            {"max_new_tokens": 9},
+            "120 tokens and max_new_tokens is 9, together more than max_model_len, 12[68]",
+        ),
+        ([1], {"max_new_tokens": 3, "min_new_tokens": -1}, "min_new_tokens is -1"),
+        ([1], {"max_new_tokens": 3, "eos_token_id": [2.5]}, r"eos_token_id is \[2\.5\]"),
+        ([1], {"max_new_tokens": 3, "sampling": {"temperature": 1}}, "sampling is a dict"),
+        ([1], {"max_new_tokens": 3, "stop_strings": "x"}, "stop_strings='x' needs the tokenizer"),
+        ([1], {"max_new_tokens": 3, "stopping_criteria": [len]}, "stopping criterion builtin_function_or_method"),
+        ([1], {"max_new_tokens": 3, "logits_processor": [len]}, "logits processor builtin_function_or_method"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            session.add(ids, **limits)
+        assert_empty(session)
+    with pytest.raises(TypeError, match="max_tokens"):
+        session.add([1], max_tokens=3)
+    few = gnc.Engine(*pair, 1, max_rows=2, num_blocks=3, compiled=False, **SMALL)
+    with pytest.raises(ValueError, match="need 7 blocks of KV group 'full_attention', the cache has 3"):
+        gnc.Session.on(few).add([1] * 60, max_new_tokens=40)
+
+
+def test_the_oldest_waits_and_nobody_overtakes(session):
+    """A small request behind one that does not fit is not let through."""
+    big = [session.add(PROMPTS[4], max_new_tokens=NEW) for _ in range(3)]
+    small = session.add(PROMPTS[0], max_new_tokens=2)
+    session.step()
+    assert [r.row is not None for r in (*big, small)] == [True, True, False, False]
+    assert (session.running, session.waiting) == (2, 2)
+    assert session.cancel(big[2])
+    for _ in session:
+        if small.row is not None:
+            break
+    assert not big[0].finished, "its place was freed at once"
+    done = session.drain()
+    assert [r in done for r in (*big, small)] == [True, True, False, True]
+    assert_empty(session)
+
+
+def test_a_failed_prefill_leaves_the_session_as_it_was(session, references, monkeypatch):
+    """The rows that run go on, the new ones wait and are admitted later."""
+    first = session.add(PROMPTS[2], max_new_tokens=NEW)
+    session.step()
+    second = session.add(PROMPTS[3], max_new_tokens=5)
+    with monkeypatch.context() as patch:
+        patch.setattr(session.engine.step, "logits", lambda hidden: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            session.step()
+    assert (session.running, session.waiting, second.row) == (1, 1, None)
+    session.drain()
+    assert (first.tokens, second.tokens) == (references[2], references[3][:5])
+    assert_empty(session)
+
+
+class Raises(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        if input_ids.shape[1] > 12:
+            raise ZeroDivisionError("mine")
+        return torch.tensor([False])
+
+
+def test_a_criterion_that_raises_ends_its_own_request_only(session, references):
+    bad = session.add(PROMPTS[2], max_new_tokens=NEW, stopping_criteria=[Raises()])
+    good = session.add(PROMPTS[1], max_new_tokens=NEW)
+    got: list[int] = []
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        for request, tokens in session:
+            got += tokens if request is good else []
+    for request, tokens in session:
+        assert request is good
+        got += tokens
+    assert (bad.finish_reason, good.finish_reason) == ("error", "length")
+    assert got == good.tokens == references[1]
+    assert_empty(session)
+
+
+def test_a_minimal_length_holds_and_then_costs_nothing(session, pair, references):
+    """End tokens are held back in an open step; once the row is long enough, the greedy graph serves it again."""
+    eos = references[2][4]
+    request = session.add(PROMPTS[2], max_new_tokens=NEW, min_new_tokens=9, eos_token_id=eos)
+    beside = session.add(PROMPTS[3], max_new_tokens=NEW)
+    ids = torch.tensor([PROMPTS[2]])
+    expected = pair[0].generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=NEW,
+        min_new_tokens=9,
+        eos_token_id=eos,
+    )
+    greedy = session.engine.report.graphs[0]
+    before = greedy.replays
+    session.drain()
+    assert request.tokens == expected[0, len(PROMPTS[2]) :].tolist()
+    assert beside.tokens == references[3]
+    assert greedy.replays > before + 5
+    assert_empty(session)
+
+
+def test_requests_count_their_own_acceptance(session):
+    total = session.stats.acceptance.drafts
+    requests = [session.add(prompt, max_new_tokens=20) for prompt in PROMPTS[:3]]
+    session.drain()
+    assert sum(r.acceptance.drafts for r in requests) == session.stats.acceptance.drafts - total
+    assert all(20 <= 1 + r.acceptance.drafts + r.acceptance.accepted_per_pos[0] <= 21 for r in requests)
+
+
+def test_reading_late_draws_the_same_and_gives_back_the_same(engine):
+    """Sampled rows and rows with processors, one step late."""
+    results = []
+    for late in (False, True):
+        with gnc.Session.on(engine, asynchronous=late) as session:
+            requests = [
+                session.add(
+                    prompt, max_new_tokens=30, sampling=gnc.Sampling(seed=seed), min_new_tokens=seed, eos_token_id=9
+                )
+                for seed, prompt in enumerate(PROMPTS[:4])
+            ]
+            session.drain()
+            assert_empty(session)
+        results.append([r.tokens for r in requests])
+    assert results[0] == results[1]
+
+
+def test_a_step_is_queued_before_the_last_is_read(engine, monkeypatch):
+    """Late: launch, launch, read, launch, read, ... ; a CPU by itself reads at once."""
+    order: list[str] = []
+    launch, read = engine.launch, gnc.state.Results.read
+    monkeypatch.setattr(engine, "launch", lambda *args: (order.append("launch"), launch(*args))[1])
+    monkeypatch.setattr(gnc.state.Results, "read", lambda self: (order.append("read"), read(self))[1])
+    for late, expected in (
+        (True, ["launch", "read", "launch", "read", "launch", "read"]),
+        (None, ["read", "launch", "read", "launch", "read", "launch", "read"]),
+    ):
+        with gnc.Session.on(engine, asynchronous=late) as session:
+            session.add(PROMPTS[2], max_new_tokens=12)
+            order.clear()
+            for _ in range(3):
+                session.step()
+        assert order == expected
+
+
+def test_closing(engine):
+    session = gnc.Session.on(engine)
+    with session:
+        running, waiting = [session.add(PROMPTS[4], max_new_tokens=NEW) for _ in range(4)], session.waiting
+        session.step()
+        with pytest.raises(ValueError, match="holds rows"):
+            gnc.Session.on(engine)
+    assert waiting == 4
+    assert {r.finish_reason for r in running} == {"cancelled"}
+    assert_empty(session)
+    session.close()
+    assert list(session) == []
+    for call in (session.step, lambda: session.add([1], max_new_tokens=1)):
+        with pytest.raises(ValueError, match="this session is closed"):
+            call()
+    other = gnc.Session.on(engine)
+    stranger = other.add([1], max_new_tokens=1)
+    with gnc.Session.on(engine) as session, pytest.raises(ValueError, match="another session"):
+        session.cancel(stranger)
+    other.close()
