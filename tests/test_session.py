@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import StoppingCriteria
 
@@ -54,6 +54,7 @@ def arrivals(draw):
     return sorted(draw(st.lists(one, min_size=1, max_size=7)), key=lambda each: each[0])
 
 
+@settings(max_examples=25)
 @given(plan=arrivals())
 def test_tokens_are_plain_greedy_whatever_runs_beside(session, pair, references, plan):
     """Random arrivals, lengths, ends and cancellations, with memory for fewer than three requests."""
@@ -95,9 +96,8 @@ def test_tokens_are_plain_greedy_whatever_runs_beside(session, pair, references,
 
 def test_steps_are_counted_and_captured_once(session):
     """Whatever the tests above did, nothing was compiled twice and nothing ran beside the captures."""
-    totals = session.stats.report.totals()
-    assert (totals["captures"], totals["recompiles"], totals["fallbacks"]) == (len(totals["sizes"]), 0, {})
-    assert totals["sizes"] == [2, 3]
+    graphs = session.stats.report.graphs
+    assert [(g.sizes, g.captures, g.recompile, g.fallbacks) for g in graphs] == [([3, 2], 2, False, {})] * len(graphs)
 
 
 def test_a_request_that_could_never_run_is_refused_and_leaves_nothing(session, pair):
@@ -122,7 +122,8 @@ def test_a_request_that_could_never_run_is_refused_and_leaves_nothing(session, p
         assert_empty(session)
     with pytest.raises(TypeError, match="max_tokens"):
         session.add([1], max_tokens=3)
-    few = gnc.Engine(*pair, 1, max_rows=2, num_blocks=3, compiled=False, **SMALL)
+    blocks = {"sliding_attention": 9, "full_attention": 3}
+    few = gnc.Engine(*pair, 1, max_rows=2, num_blocks=blocks, compiled=False, **SMALL)
     with pytest.raises(ValueError, match="need 7 blocks of KV group 'full_attention', the cache has 3"):
         gnc.Session.on(few).add([1] * 60, max_new_tokens=40)
 
@@ -130,15 +131,13 @@ def test_a_request_that_could_never_run_is_refused_and_leaves_nothing(session, p
 def test_the_oldest_waits_and_nobody_overtakes(session):
     """A small request behind one that does not fit is not let through."""
     big = [session.add(PROMPTS[4], max_new_tokens=NEW) for _ in range(3)]
-    small = session.add(PROMPTS[0], max_new_tokens=2)
+    small = session.add(PROMPTS[0], max_new_tokens=9)
     session.step()
     assert [r.row is not None for r in (*big, small)] == [True, True, False, False]
     assert (session.running, session.waiting) == (2, 2)
     assert session.cancel(big[2])
-    for _ in session:
-        if small.row is not None:
-            break
-    assert not big[0].finished, "its place was freed at once"
+    session.step()
+    assert small.row is not None, "a cancelled one keeps nobody waiting"
     done = session.drain()
     assert [r in done for r in (*big, small)] == [True, True, False, True]
     assert_empty(session)
@@ -170,10 +169,15 @@ def test_a_criterion_that_raises_ends_its_own_request_only(session, references):
     bad = session.add(PROMPTS[2], max_new_tokens=NEW, stopping_criteria=[Raises()])
     good = session.add(PROMPTS[1], max_new_tokens=NEW)
     got: list[int] = []
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        for request, tokens in session:
+    events = iter(session)
+    while not bad.finished:
+        try:
+            request, tokens = next(events)
+        except ZeroDivisionError:
+            events = iter(session)
+        else:
             got += tokens if request is good else []
-    for request, tokens in session:
+    for request, tokens in events:
         assert request is good
         got += tokens
     assert (bad.finish_reason, good.finish_reason) == ("error", "length")
