@@ -102,9 +102,28 @@ class Processors:
         return torch.cat(rows)
 
 
-def check_positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} is {value!r}, it must be a positive integer")
+def check_count(name: str, value: Any, smallest: int) -> None:
+    """Raise ValueError, naming the argument, unless it is an integer of at least ``smallest``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+        raise ValueError(f"{name} is {value!r}, it must be an integer, {smallest} or more")
+
+
+def prompt_tensor(prompt_ids: Sequence[int] | Tensor, vocab: int) -> Tensor:
+    """Token ids as ``(length,)`` int64 on the CPU.
+
+    Raises:
+        ValueError: there is no token, or something that is none of a vocabulary of ``vocab`` tokens.
+    """
+    prompt = torch.as_tensor(prompt_ids).detach().cpu()
+    if prompt.dim() != 1 or not len(prompt):
+        raise ValueError(f"prompt_ids is {tuple(prompt.shape)}, it must be 1-d with at least one token")
+    if prompt.is_floating_point() or prompt.is_complex() or prompt.dtype is torch.bool:
+        raise ValueError(f"prompt_ids is {prompt.dtype}, it must hold integers")
+    prompt = prompt.long()
+    low, high = (int(each) for each in prompt.aminmax())
+    if low < 0 or high >= vocab:
+        raise ValueError(f"prompt_ids has token {low if low < 0 else high}, the model's tokens are 0..{vocab - 1}")
+    return prompt
 
 
 def eos_list(value: int | Sequence[int] | Tensor | None) -> list[int]:

@@ -19,7 +19,8 @@ from transformers import (
 
 from gemma_npu_compile.engine import Adjust, Engine
 from gemma_npu_compile.options import Options
-from gemma_npu_compile.request import Processors, Request, check_positive, eos_list
+from gemma_npu_compile.request import Processors, Request, check_count, eos_list, prompt_tensor
+from gemma_npu_compile.reservations import Reservations
 from gemma_npu_compile.sampling import Draws, Sampling, draws
 from gemma_npu_compile.state import Results, State
 from gemma_npu_compile.stats import Acceptance, Stats
@@ -116,7 +117,7 @@ class Session:
         self._draws: Draws | None = None  # of the active requests
         self._unread: deque[_Launch] = deque()
         self._events: list[tuple[Request, list[int]]] = []  # to be handed out
-        self._reserved = [0 for _ in engine.cache.groups]
+        self._reserved = Reservations(engine.cache, (1 + self._depth) * self._width)
         self._closed = self._warned = False
         engine.warm_up()
 
@@ -153,22 +154,19 @@ class Session:
                 Steps with such a row are captured up to the logits; what follows runs outside, and reads at once.
 
         Raises:
-            ValueError: the prompt is empty, the request could never be admitted, or a setting is impossible; names it.
+            ValueError: the prompt is empty or no prompt of this model, the request could never be admitted, or a setting is impossible; names it.
                 The session is as it was.
         """
         self._check_open()
-        prompt = torch.as_tensor(prompt_ids, dtype=torch.int64).detach().cpu()
-        if prompt.dim() != 1 or not len(prompt):
-            raise ValueError(f"prompt_ids is {tuple(prompt.shape)}, it must be 1-d with at least one token")
-        check_positive("max_new_tokens", max_new_tokens)
-        if isinstance(min_new_tokens, bool) or not isinstance(min_new_tokens, int) or min_new_tokens < 0:
-            raise ValueError(f"min_new_tokens is {min_new_tokens!r}, it must be an integer, 0 or more")
+        prompt = prompt_tensor(prompt_ids, self.engine.step.embed_tokens.num_embeddings)
+        check_count("max_new_tokens", max_new_tokens, 1)
+        check_count("min_new_tokens", min_new_tokens, 0)
         if sampling is not None and not isinstance(sampling, Sampling):
             raise ValueError(f"sampling is a {type(sampling).__name__}, it must be a Sampling or None")
         eos, processors = eos_list(eos_token_id), list(logits_processor)
         if eos and min_new_tokens:
-            minimum = MinNewTokensLengthLogitsProcessor(len(prompt), min_new_tokens, eos, str(self.engine.cache.device))
-            processors.append(minimum)
+            device = str(self.engine.cache.device)
+            processors.append(MinNewTokensLengthLogitsProcessor(len(prompt), min_new_tokens, eos, device))
         criteria = list(stopping_criteria)
         if stop_strings is not None:
             criteria.append(stop_string_criterion(stop_strings, tokenizer))
@@ -178,30 +176,10 @@ class Session:
             self._zero(),
             sampling,
             Processors(processors) if processors else None,
-            needs=self._blocks(len(prompt), max_new_tokens),
+            needs=self._reserved.needs(len(prompt), max_new_tokens, self.max_model_len),
         )
         self._waiting.append(request)
         return request
-
-    def _blocks(self, prompt: int, new: int) -> tuple[int, ...]:
-        """Blocks a request holds at most, by group."""
-        cache, width = self.engine.cache, self._width
-        if prompt + new > self.max_model_len:
-            raise ValueError(
-                f"prompt_ids has {prompt} tokens and max_new_tokens is {new}, together more than max_model_len, "
-                f"{self.max_model_len}"
-            )
-        ahead = (1 + self._depth) * width
-        longest = max(prompt, prompt + new - 2 + ahead)
-        needs = tuple(g.most_blocks(longest, max(cache.prefill_chunk, ahead)) for g in cache.groups)
-        for group, need in zip(cache.groups, needs, strict=True):
-            there = group.num_blocks - group.null_blocks
-            if need > there:
-                raise ValueError(
-                    f"a prompt of {prompt} tokens and max_new_tokens={new} need {need} blocks of KV group "
-                    f"{group.name!r}, the cache has {there} (num_blocks)"
-                )
-        return needs
 
     def cancel(self, request: Request) -> bool:
         """End a request now; its row and blocks are free at once. False when it had finished before.
@@ -224,12 +202,11 @@ class Session:
         if request.row is not None:
             # Work in flight may still write its blocks; whatever is queued later runs behind that.
             self.engine.cache.release(request.row)
-            self._reserved = [r - n for r, n in zip(self._reserved, request.needs, strict=True)]
+            self._reserved.give_back(request.needs)
             request.row = None
-        useless = None if self._warned else self.stats.useless
-        if useless is not None:
+        if not self._warned and self.stats.useless is not None:
             self._warned = True
-            log.warning("%s", useless)
+            log.warning("%s", self.stats.useless)
 
     @property
     def waiting(self) -> int:
@@ -288,13 +265,9 @@ class Session:
         """Prefill, together, the oldest waiting requests that fit."""
         cache = self.engine.cache
         admitted: list[Request] = []
-        reserved = list(self._reserved)
         while self._waiting and len(cache.rows) + len(admitted) < cache.max_rows:
-            request = self._waiting[0]
-            wanted = [r + n for r, n in zip(reserved, request.needs, strict=True)]
-            if any(w > g.num_blocks - g.null_blocks for w, g in zip(wanted, cache.groups, strict=True)):
+            if not self._reserved.fit([request.needs for request in (*admitted, self._waiting[0])]):
                 break
-            reserved = wanted
             admitted.append(self._waiting.popleft())
         if not admitted:
             return
@@ -304,9 +277,9 @@ class Session:
         except BaseException:
             self._waiting.extendleft(reversed(admitted))
             raise
-        self._reserved = reserved
         for request, row in zip(admitted, state.rows, strict=True):
             request.row = row
+            self._reserved.take(request.needs)
         self._unread.append(_Launch(tuple(admitted), Results(state.token.unsqueeze(1), None), False))
         self._state = state if self._state is None else self._state.join(state)
         self._active.extend(admitted)

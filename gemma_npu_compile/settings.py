@@ -17,7 +17,7 @@ from transformers.generation.stopping_criteria import (
 )
 
 from gemma_npu_compile.options import nearest
-from gemma_npu_compile.request import check_positive, check_processor, eos_list
+from gemma_npu_compile.request import check_count, check_processor, eos_list
 from gemma_npu_compile.sampling import Sampling
 from gemma_npu_compile.stopping import check_criterion, stop_string_criterion, time_criterion
 
@@ -157,7 +157,7 @@ def new_token_limit(config: GenerationConfig, max_new_tokens: int | None, width:
         max_new_tokens = config.max_new_tokens
     if max_new_tokens is None:
         max_new_tokens = 20 if config.max_length is None else config.max_length - width
-    check_positive("max_new_tokens", max_new_tokens)
+    check_count("max_new_tokens", max_new_tokens, 1)
     return max_new_tokens
 
 

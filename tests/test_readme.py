@@ -13,7 +13,7 @@ README = Path(__file__).resolve().parents[1] / "README.md"
 def test_the_examples_run(pair):
     target, assistant = pair
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     ids = torch.randint(1, 128, (2, 9))
     names = {
         "target": target,
