@@ -13,6 +13,7 @@ from transformers import (
 )
 from transformers.generation.logits_process import SynthIDTextWatermarkLogitsProcessor
 
+from gemma_npu_compile.engine import Adjust
 from gemma_npu_compile.sampling import Sampling
 from gemma_npu_compile.stats import Acceptance
 from gemma_npu_compile.stopping import Stopping
@@ -100,6 +101,22 @@ class Processors:
                 scores = processor(seen, scores)
             rows.append(scores)
         return torch.cat(rows)
+
+
+def adjustment(requests: Sequence[Request]) -> Adjust | None:
+    """What the processors of these requests, in the order of a step's rows, make of its logits; None when none acts."""
+    if not any(request.adjusts for request in requests):
+        return None
+
+    def adjust(logits: Tensor, drafts: Tensor) -> Tensor:
+        adjusted = logits.to(torch.float32, copy=True)
+        for index, request in enumerate(requests):
+            if request.adjusts and request.processors is not None:
+                prefix = torch.cat([request.prompt, torch.tensor(request.tokens, dtype=torch.int64)])
+                adjusted[index] = request.processors(prefix.to(logits.device), drafts[index], adjusted[index])
+        return adjusted
+
+    return adjust
 
 
 def check_count(name: str, value: Any, smallest: int) -> None:

@@ -17,9 +17,9 @@ from transformers import (
     StoppingCriteria,
 )
 
-from gemma_npu_compile.engine import Adjust, Engine
+from gemma_npu_compile.engine import Engine
 from gemma_npu_compile.options import Options
-from gemma_npu_compile.request import Processors, Request, check_count, eos_list, prompt_tensor
+from gemma_npu_compile.request import Processors, Request, adjustment, check_count, eos_list, prompt_tensor
 from gemma_npu_compile.reservations import Reservations
 from gemma_npu_compile.sampling import Draws, Sampling, draws
 from gemma_npu_compile.state import Results, State
@@ -154,8 +154,8 @@ class Session:
                 Steps with such a row are captured up to the logits; what follows runs outside, and reads at once.
 
         Raises:
-            ValueError: the prompt is empty or no prompt of this model, the request could never be admitted, or a setting is impossible; names it.
-                The session is as it was.
+            ValueError: the prompt is empty or no prompt of this model, the request could never be admitted, or a
+                setting is impossible; names it. The session is as it was.
         """
         self._check_open()
         prompt = prompt_tensor(prompt_ids, self.engine.step.embed_tokens.num_embeddings)
@@ -242,7 +242,7 @@ class Session:
             self._read(0)  # a processor sees the tokens so far
             self._drop_finished()
         if self._state is not None:
-            adjust = self._adjust(self._active)
+            adjust = adjustment(self._active)
             self._state, results = self.engine.launch(self._state, self._draws, adjust)
             self._unread.append(_Launch(tuple(self._active), results, True))
         self._read(self._depth if self._state is not None else 0)
@@ -273,7 +273,7 @@ class Session:
             return
         try:
             how = draws([request.sampling for request in admitted], cache.device)
-            state = self.engine.prefill([request.prompt for request in admitted], how, self._adjust(admitted))
+            state = self.engine.prefill([request.prompt for request in admitted], how, adjustment(admitted))
         except BaseException:
             self._waiting.extendleft(reversed(admitted))
             raise
@@ -284,22 +284,6 @@ class Session:
         self._state = state if self._state is None else self._state.join(state)
         self._active.extend(admitted)
         self._draws = draws([request.sampling for request in self._active], cache.device)
-
-    def _adjust(self, requests: Sequence[Request]) -> Adjust | None:
-        """What the processors of these requests make of their logits; None when none has a say."""
-        if not any(request.adjusts for request in requests):
-            return None
-
-        def adjust(logits: Tensor, drafts: Tensor) -> Tensor:
-            adjusted = logits.to(torch.float32, copy=True)
-            for index, request in enumerate(requests):
-                if request.adjusts and request.processors is not None:
-                    prefix = torch.cat([request.prompt, torch.tensor(request.tokens, dtype=torch.int64)])
-                    prefix = prefix.to(logits.device)
-                    adjusted[index] = request.processors(prefix, drafts[index], adjusted[index])
-            return adjusted
-
-        return adjust
 
     def _drop_finished(self) -> None:
         keep = [i for i, request in enumerate(self._active) if not request.finished]
