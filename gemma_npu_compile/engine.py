@@ -1,13 +1,12 @@
 """A step with its cache, compiled once: prefill rows, run steps, keep the cache's books."""
 
+import copy
 import dataclasses
 import logging
 import threading
 import time
-import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,32 +18,25 @@ from gemma_npu_compile.models import PagedContext
 from gemma_npu_compile.ops import slot_mapping
 from gemma_npu_compile.options import Options
 from gemma_npu_compile.report import CompileReport
-from gemma_npu_compile.step import DraftVerifyStep, StepOutput, mark_rows
+from gemma_npu_compile.sampling import Draws, sample
+from gemma_npu_compile.state import Results, State
+from gemma_npu_compile.step import DraftVerifyStep, StepOutput, accept, mark_rows
 
 log = logging.getLogger(__name__)
 
 
+Kind = Literal["greedy", "sampled", "open"]
+Adjust = Callable[[Tensor, Tensor], Tensor]
+"""Logits ``(rows, n, vocab)`` and drafts ``(rows, n - 1)`` to the logits to choose from (logits processors)."""
+
+
 @dataclasses.dataclass
-class State:
-    """Rows in flight: their cache rows and the inputs of their next step.
+class _Run:
+    """One way to run the step, with the backend that compiles it."""
 
-    Attributes:
-        rows: cache row of each entry.
-        token, hidden, seq_len: as in :meth:`DraftVerifyStep.forward`.
-        lengths: ``seq_len`` on the host.
-    """
-
-    rows: list[int]
-    token: Tensor
-    hidden: Tensor
-    seq_len: Tensor
-    lengths: list[int]
-
-    def select(self, keep: Sequence[int]) -> "State":
-        """The entries at the positions ``keep``."""
-        index = torch.tensor(keep, dtype=torch.long, device=self.token.device)
-        rows, lengths = [self.rows[i] for i in keep], [self.lengths[i] for i in keep]
-        return State(rows, self.token[index], self.hidden[index], self.seq_len[index], lengths)
+    call: Any
+    backend: Backend
+    warm: int = -1  # the backend's number of resets at the last warm-up
 
 
 _compiling = threading.Lock()  # engines of several threads are compiled one after the other
@@ -88,37 +80,57 @@ class Engine:
         )
         self.step = DraftVerifyStep(target, assistant, self.cache, num_draft_tokens)
         self.report = CompileReport()
-        self._backend = Backend(self.report.graphs.append)
-        self._warm = -1  # the backend's number of resets at the last warm-up
-        self._run: Any = self.step
-        if compiled:
-            parsed = options or Options()
-            given = {f.name: getattr(parsed, f.name) for f in dataclasses.fields(parsed)}
-            # Engines share the code of forward: isolation keeps one from counting as a recompilation of another.
-            self._run = torch.compile(  # type: ignore[call-overload]
-                self.step, backend=self._backend, fullgraph=True, options=given, isolate_recompiles=True
-            )
         self.compiled = compiled
+        self._options = options or Options()
+        self._runs: dict[Kind, _Run] = {}
         self._weights = _addresses(target, assistant)
 
     def stale(self, target: PreTrainedModel, assistant: PreTrainedModel | None) -> bool:
         """Whether weights of the models were moved or replaced since this engine was built for them."""
         return self._weights != _addresses(target, assistant)
 
+    def _run(self, kind: Kind) -> "_Run":
+        """The step as a function of its own for each kind, made when it is first asked for."""
+        if kind not in self._runs:
+            step = self.step
+            if kind == "open":
+                step = copy.copy(step)  # the same modules and buffers
+                step.return_states = True
+            run = _Run(step, Backend(self.report.graphs.append))
+            if self.compiled:
+                given = {f.name: getattr(self._options, f.name) for f in dataclasses.fields(self._options)}
+                # Engines share the code of forward: isolation keeps one from counting as a recompilation of another.
+                run.call = torch.compile(  # type: ignore[call-overload]
+                    step, backend=run.backend, fullgraph=True, options=given, isolate_recompiles=True
+                )
+            self._runs[kind] = run
+        return self._runs[kind]
+
     @torch.inference_mode(False)
     @torch.no_grad()  # leaving inference mode turns gradients on, which the compiled code guards on
-    def warm_up(self) -> None:
-        """Compile and capture, on padded rows only: no request's block is touched. Done once (and after a reset)."""
-        if not self.compiled or self._warm == self._backend.resets:
+    def warm_up(self, kind: Kind = "greedy") -> None:
+        """Compile and capture, on padded rows only: no request's block is touched. Done once (and after a reset).
+
+        Args:
+            kind: ``"greedy"``; ``"sampled"``, which takes :class:`Draws`; or ``"open"``, whose acceptance is computed
+                outside the graph.
+        """
+        run = self._run(kind)
+        if not self.compiled or run.warm == run.backend.resets:
             return
         step, cache = self.step, self.cache
-        inputs = step.token_padding[:2], step.hidden_padding[:2], cache.padding_lens[:2], cache.host_padding_lens[:2]
-        token, hidden, seq_len, host_len = (each.clone() for each in inputs)
+        inputs = step.token_padding, step.hidden_padding, cache.padding_lens, cache.host_padding_lens
+        token, hidden, seq_len, host_len = (each[:2].clone() for each in inputs)
         tables = tuple(table[:2].clone() for table in cache.padding_tables)
         mark_rows(token, hidden, seq_len, tables, host_len)
+        arguments = [token, hidden, seq_len, tables]
+        if kind == "sampled":
+            draws = Draws(step.filters_padding[:2].clone(), step.keys_padding[:2].clone())
+            mark_rows(*draws)
+            arguments.append(draws)
         with _compiling:
-            self._run(token, hidden, seq_len, tables, host_len)
-        self._warm = self._backend.resets
+            run.call(*arguments, host_len=host_len)
+        run.warm = run.backend.resets
 
     # ---- prefill
 
@@ -141,11 +153,12 @@ class Engine:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def prefill(self, prompts: Sequence[Tensor]) -> State:
-        """Write prompts to the cache, in packed chunks, and choose each row's first token greedily.
+    def prefill(self, prompts: Sequence[Tensor], draws: Draws | None = None, adjust: Adjust | None = None) -> State:
+        """Write prompts to the cache, in packed chunks, and choose each row's first token.
 
         Args:
             prompts: 1-d int64 tensors, none empty, on any device.
+            draws, adjust: as in :meth:`launch`.
 
         Raises:
             ValueError: a prompt has no tokens; names it.
@@ -170,14 +183,16 @@ class Engine:
                     offset += end - start
                     if end == len(prompts[index]):
                         hidden[index] = states[offset - 1]
-        except Exception:
+            last = torch.stack(hidden)
+            lengths = [len(p) for p in prompts]
+            seq_len = torch.tensor(lengths, dtype=torch.int32, device=device)
+            logits = self.step.logits(last).unsqueeze(1)
+            token = _choose(logits, seq_len.new_empty(len(rows), 0).long(), seq_len, draws, adjust).squeeze(1)
+        except BaseException:
             for row in rows:
                 cache.release(row)
             raise
-        last = torch.stack(hidden)
-        lengths = [len(p) for p in prompts]
-        seq_len = torch.tensor(lengths, dtype=torch.int32, device=device)
-        return State(rows, self.step.logits(last).argmax(-1), last, seq_len, lengths)
+        return State(rows, token, last, seq_len, lengths)
 
     def _prefill_chunk(self, pieces: list[tuple[int, Tensor, int]]) -> Tensor:
         """Run the target over ``(row, tokens, start)`` pieces as one packed sequence; ``(tokens, hidden)``."""
@@ -210,8 +225,63 @@ class Engine:
 
     @torch.inference_mode(False)
     @torch.no_grad()
+    def launch(self, state: State, draws: Draws | None = None, adjust: Adjust | None = None) -> tuple[State, Results]:
+        """Queue one step and read nothing: the next one can be launched from the state returned.
+
+        Rows need blocks for the longest they can be: a caller that launches ahead of its reading must have kept them.
+
+        Args:
+            draws: how the rows sample; None is greedy.
+            adjust: changes the verification's logits, outside the captured graph, before tokens are chosen.
+
+        Raises:
+            OutOfBlocksError: a row cannot grow; nothing was run.
+        """
+        kind: Kind = "open" if adjust is not None else "sampled" if draws is not None else "greedy"
+        self.warm_up(kind)
+        cache, rows, width = self.cache, state.rows, 1 + self.step.num_draft_tokens
+        for row, length in zip(rows, state.lengths, strict=True):
+            cache.extend(row, length + width)
+        inputs = [state.token, state.hidden, state.seq_len, *cache.block_tables(rows)]
+        if kind == "sampled" and draws is not None:
+            inputs += draws
+        if self._options.kv_lens == "host":  # exact, so the step before has to be waited for
+            host_len = state.seq_len.cpu()
+        else:
+            host_len = torch.tensor(state.lengths, dtype=torch.int32)
+        if len(rows) == 1:  # torch traces one row apart from many: run it beside a padded one
+            host_len = torch.cat([host_len, cache.host_padding_lens[1:2]])
+            inputs = [torch.cat([i, p[1:2]]) for i, p in zip(inputs, self._paddings(), strict=False)]
+        last = 3 + len(cache.groups)
+        arguments: list[Any] = [*inputs[:3], tuple(inputs[3:last])]
+        if kind == "sampled":
+            arguments.append(Draws(*inputs[last:]))
+        output: StepOutput = self._run(kind).call(*arguments, host_len=host_len)
+        tokens, accepted, token, hidden, seq_len = (
+            each[: len(rows)] for each in (output.tokens, output.accepted, output.token, output.hidden, output.seq_len)
+        )
+        if kind == "open":
+            logits, drafts, states = (e[: len(rows)] for e in (output.target_logits, output.drafts, output.states))
+            tokens = _choose(logits, drafts, state.seq_len + 1, draws, adjust)
+            accepted, token, hidden, seq_len = accept(tokens, drafts, states, state.seq_len)
+        following = State(rows, token, hidden, seq_len, [length + width for length in state.lengths])
+        return following, Results(tokens, accepted)
+
+    def _paddings(self) -> list[Tensor]:
+        """What padded rows of the step's inputs hold, in the order of the inputs."""
+        step, cache = self.step, self.cache
+        tables = cache.padding_tables
+        return [
+            step.token_padding,
+            step.hidden_padding,
+            cache.padding_lens,
+            *tables,
+            step.filters_padding,
+            step.keys_padding,
+        ]
+
     def decode(self, state: State) -> tuple[State, list[list[int]], list[int], float]:
-        """Run one step.
+        """Run one greedy step and read its results.
 
         Returns:
             the next state, each row's new tokens, its number of accepted drafts, and the wall time in seconds.
@@ -220,92 +290,21 @@ class Engine:
             OutOfBlocksError: a row cannot grow; nothing was run.
         """
         self.warm_up()
-        cache, rows = self.cache, state.rows
-        for row, length in zip(rows, state.lengths, strict=True):
-            cache.extend(row, length + 1 + self.step.num_draft_tokens)
-        token, hidden, seq_len, tables = state.token, state.hidden, state.seq_len, cache.block_tables(rows)
-        host_len = torch.tensor(state.lengths, dtype=torch.int32)
-        if len(rows) == 1:  # torch traces one row apart from many: run it beside a padded one
-            token = torch.cat([token, self.step.token_padding[1:2]])
-            hidden = torch.cat([hidden, self.step.hidden_padding[1:2]])
-            seq_len = torch.cat([seq_len, cache.padding_lens[1:2]])
-            host_len = torch.cat([host_len, cache.host_padding_lens[1:2]])
-            tables = tuple(torch.cat([t, p[1:2]]) for t, p in zip(tables, cache.padding_tables, strict=True))
         start = time.perf_counter()
-        output: StepOutput = self._run(token, hidden, seq_len, tables, host_len)
-        tokens, accepted = output.tokens.tolist(), output.accepted.tolist()
+        following, results = self.launch(state)
+        new, accepted = results.read()
         seconds = time.perf_counter() - start
-        count = len(rows)
-        new = [tokens[i][: accepted[i] + 1] for i in range(count)]
-        lengths = [length + len(n) for length, n in zip(state.lengths, new, strict=True)]
-        for row, length in zip(rows, lengths, strict=True):
-            cache.set_length(row, length)
-        following = State(rows, output.token[:count], output.hidden[:count], output.seq_len[:count], lengths)
-        return following, new, accepted[:count], seconds
+        following.lengths = [length + len(n) for length, n in zip(state.lengths, new, strict=True)]
+        for row, length in zip(following.rows, following.lengths, strict=True):
+            self.cache.set_length(row, length)
+        return following, new, accepted, seconds
 
 
-class EnginePool:
-    """Engines that are not in use, per target model; taken out for one call at a time, so threads do not meet."""
-
-    def __init__(self, keep: int = 2) -> None:
-        self._idle: weakref.WeakKeyDictionary[PreTrainedModel, list[tuple[Any, Engine]]] = weakref.WeakKeyDictionary()
-        self._lock = threading.Lock()
-        self._keep = keep
-
-    @contextmanager
-    def engine(
-        self,
-        target: PreTrainedModel,
-        assistant: PreTrainedModel | None,
-        num_draft_tokens: int,
-        *,
-        rows: int,
-        model_len: int,
-        compiled: bool,
-        options: Options,
-    ) -> Iterator[Engine]:
-        """An engine with room for ``rows`` rows of ``model_len`` tokens; its cache is empty again afterwards.
-
-        Capacities are rounded up (rows to a power of two, lengths to 512), so that similar calls share a compilation.
-        """
-        reference = None if assistant is None else weakref.ref(assistant)
-        key = (reference, num_draft_tokens, compiled, options, target.dtype, target.device)
-        engine = None
-        with self._lock:
-            idle = self._idle.setdefault(target, [])
-            # Engines of another assistant are judged when that assistant comes again.
-            idle[:] = [(k, e) for k, e in idle if k[0] != reference or not e.stale(target, assistant)]
-            for entry in idle:
-                cache = entry[1].cache
-                if entry[0] == key and cache.max_rows >= rows and cache.max_model_len >= model_len:
-                    idle.remove(entry)
-                    engine = entry[1]
-                    break
-        if engine is None:
-            max_rows = max(2, 1 << (rows - 1).bit_length(), *(options.capture_sizes or ()))
-            max_model_len = -(-model_len // 512) * 512
-            engine = Engine(
-                target,
-                assistant,
-                num_draft_tokens,
-                max_rows=max_rows,
-                max_model_len=max_model_len,
-                compiled=compiled,
-                options=options,
-            )
-        try:
-            yield engine
-        finally:
-            engine.cache.reset()
-            with self._lock:
-                idle = self._idle.setdefault(target, [])
-                idle.append((key, engine))
-                del idle[: -self._keep]
-
-    def clear(self) -> None:
-        """Forget all idle engines."""
-        with self._lock:
-            self._idle.clear()
-
-
-ENGINES = EnginePool()
+def _choose(logits: Tensor, drafts: Tensor, first: Tensor, draws: Draws | None, adjust: Adjust | None) -> Tensor:
+    """Tokens ``(rows, n)`` for logits ``(rows, n, vocab)`` of positions from ``first`` ``(rows,)`` on."""
+    if adjust is not None:
+        logits = adjust(logits, drafts)
+    if draws is None:
+        return logits.argmax(-1)
+    positions = first.long().unsqueeze(1) + torch.arange(logits.shape[1], device=logits.device)
+    return sample(logits, positions, draws)

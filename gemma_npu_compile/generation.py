@@ -1,9 +1,6 @@
-"""``generate()``: batched greedy speculative decoding with transformers' calling convention."""
+"""``generate()``: batched speculative decoding with transformers' calling convention."""
 
-import copy
 import inspect
-import logging
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,116 +8,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from gemma_npu_compile.engine import ENGINES, Engine
+from gemma_npu_compile.engine_pool import ENGINES
 from gemma_npu_compile.models import check_target
-from gemma_npu_compile.options import Options, nearest
-from gemma_npu_compile.report import CompileReport
-from gemma_npu_compile.stats import Stats
-
-log = logging.getLogger(__name__)
-
-# Settings of GenerationConfig that change the result and are not implemented, with the values that mean "off".
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "do_sample": (None, False),
-    "num_beams": (None, 1),
-    "num_return_sequences": (None, 1),
-    "min_length": (None, 0),
-    "min_new_tokens": (None, 0),
-    "max_time": (None,),
-    "stop_strings": (None,),
-    "repetition_penalty": (None, 1.0),
-    "encoder_repetition_penalty": (None, 1.0),
-    "no_repeat_ngram_size": (None, 0),
-    "encoder_no_repeat_ngram_size": (None, 0),
-    "bad_words_ids": (None,),
-    "forced_bos_token_id": (None,),
-    "forced_eos_token_id": (None,),
-    "remove_invalid_values": (None, False),
-    "exponential_decay_length_penalty": (None,),
-    "suppress_tokens": (None, []),
-    "begin_suppress_tokens": (None, []),
-    "sequence_bias": (None,),
-    "token_healing": (None, False),
-    "guidance_scale": (None, 1.0),
-    "watermarking_config": (None,),
-    "prompt_lookup_num_tokens": (None,),
-    "penalty_alpha": (None,),
-    "dola_layers": (None,),
-    "constraints": (None,),
-    "force_words_ids": (None,),
-    "output_attentions": (None, False),
-    "output_hidden_states": (None, False),
-    "output_scores": (None, False),
-    "output_logits": (None, False),
-    "return_dict_in_generate": (None, False),
-}
-_OWN_CRITERIA = ("MaxLengthCriteria", "EosTokenCriteria")
-
-
-# What transformers hands to a custom_generate function beside settings; none of it changes a greedy result.
-_INTERNALS = {
-    "assistant_tokenizer",
-    "cache",
-    "cache_position",
-    "logits_processor",
-    "logits_to_keep",
-    "mm_token_type_ids",
-    "past_key_values",
-    "position_ids",
-    "stopping_criteria",
-    "synced_gpus",
-    "token_type_ids",
-    "tokenizer",
-    "use_cache",
-    "use_model_defaults",
-}
-_INPUTS = ("inputs_embeds", "pixel_values", "pixel_values_videos", "input_features", "prefix_allowed_tokens_fn")
-
-
-def resolve_config(
-    model: PreTrainedModel, generation_config: GenerationConfig | None, kwargs: Mapping[str, Any]
-) -> GenerationConfig:
-    """The settings of a call: keyword arguments over ``generation_config`` over the model's own, as in transformers.
-
-    Raises:
-        ValueError: a setting is not supported or not known; names it.
-    """
-    config = copy.deepcopy(generation_config) if generation_config is not None else GenerationConfig()
-    config.update(**model.generation_config.to_dict(), defaults_only=True)
-    known = set(GenerationConfig().to_dict())
-    for name, value in kwargs.items():
-        if name in _INPUTS:
-            if value is not None:
-                raise ValueError(f"{name} is not supported: generation starts from input_ids")
-        elif name in known:
-            setattr(config, name, value)
-        elif name not in _INTERNALS:
-            raise ValueError(f"unknown argument {name!r}{nearest(name, sorted(known))}")
-    for name, off in _UNSUPPORTED.items():
-        value = getattr(config, name, None)
-        if value not in off:
-            raise ValueError(f"generation setting {name}={value!r} is not supported: decoding is greedy and exact")
-    for processor in kwargs.get("logits_processor") or ():
-        raise ValueError(f"logits processor {type(processor).__name__} is not supported: decoding is greedy and exact")
-    for criterion in kwargs.get("stopping_criteria") or ():
-        if type(criterion).__name__ not in _OWN_CRITERIA:
-            raise ValueError(
-                f"stopping criterion {type(criterion).__name__} is not supported: use EOS and length limits"
-            )
-    return config
-
-
-def eos_ids(config: GenerationConfig) -> list[int]:
-    """End tokens, in the order given."""
-    eos = config.eos_token_id
-    if eos is None:
-        return []
-    return list(eos) if isinstance(eos, (list, tuple)) else [int(eos)]
-
-
-def pad_id(config: GenerationConfig) -> int:
-    """What follows a finished row: the pad token, else the first end token as in transformers, else 0."""
-    return config.pad_token_id if config.pad_token_id is not None else next(iter(eos_ids(config)), 0)
+from gemma_npu_compile.options import Options
+from gemma_npu_compile.session import Session
+from gemma_npu_compile.settings import Settings, eos_ids, new_token_limit, pad_id, resolve_config
+from gemma_npu_compile.stats import Acceptance, Stats
 
 
 def _prompts(input_ids: Tensor, attention_mask: Tensor | None, pad: int | None, eos: list[int]) -> list[Tensor]:
@@ -152,17 +45,6 @@ def _prompts(input_ids: Tensor, attention_mask: Tensor | None, pad: int | None, 
     return prompts
 
 
-def _limit(config: GenerationConfig, max_new_tokens: int | None, width: int) -> int:
-    if max_new_tokens is None:
-        max_new_tokens = config.max_new_tokens
-    if max_new_tokens is None:
-        # transformers counts max_length over the padded prompt; its default is 20.
-        max_new_tokens = 20 if config.max_length is None else config.max_length - width
-    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens!r}, it must be a positive integer")
-    return max_new_tokens
-
-
 @torch.inference_mode(False)
 @torch.no_grad()
 def generate(
@@ -180,7 +62,10 @@ def generate(
     return_stats: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Greedy decoding of a batch; with an assistant, draft-plus-verify steps, each row accepting on its own.
+    """Decode a batch; with an assistant, in draft-plus-verify steps, each row accepting on its own.
+
+    Greedy tokens are exact. With ``do_sample=True`` tokens are drawn from the target's own distribution, with a seed
+    per row from torch's generator (``torch.manual_seed``); the draws are not those of transformers.
 
     Usable as transformers' ``custom_generate``; transformers drops ``assistant_model`` and ``streamer`` on that way, so
     bind them: ``model.generate(ids, custom_generate=functools.partial(generate, assistant_model=assistant))``.
@@ -192,44 +77,76 @@ def generate(
         assistant_model: its MTP assistant; None decodes plainly, one token a step.
         num_draft_tokens: drafts per step, 1 to 16; ignored without an assistant.
         max_new_tokens: per row; default from ``generation_config``, else 20 as in transformers.
-        generation_config: for limits, EOS and pad ids; default the model's own.
+        generation_config: default the model's own; settings.py says what becomes of each setting.
         streamer: for one row; gets ``put(tokens)`` with the prompt, then with each step's tokens, and ``end()``.
         compiled: False runs the step as plain PyTorch.
         options: of the backend (:class:`Options`).
         return_stats: also return :class:`Stats`.
-        **kwargs: what transformers passes to a ``custom_generate`` function; settings that would change the result and
-            are not implemented are refused by name.
+        **kwargs: settings of ``GenerationConfig``, ``logits_processor``, ``stopping_criteria``,
+            ``prefix_allowed_tokens_fn``, ``tokenizer`` (for stop strings), and what transformers passes to a
+            ``custom_generate`` function. What would change the result and is not implemented is refused by name.
 
     Returns:
-        int64 ``(rows, length + new)``: prompts as given, new tokens (EOS included), ``pad_token_id`` after it.
+        int64 ``(rows, length + new)``: prompts as given, new tokens (EOS included), ``pad_token_id`` after it;
+        ``num_return_sequences`` rows for each prompt.
 
     Raises:
         ValueError: an input or a setting cannot be honoured; names it.
     """
     check_target(model)
     config = resolve_config(model, generation_config, kwargs)
-    parsed = Options.parse(options)
-    eos, pad = eos_ids(config), pad_id(config)
+    parsed, pad = Options.parse(options), pad_id(config)
     if input_ids.dim() == 2 and input_ids.shape[0] == 0:
-        stats = Stats.start(0, num_draft_tokens if assistant_model is not None else 0, CompileReport())
+        stats = Stats(Acceptance([0] * (num_draft_tokens if assistant_model is not None else 0)))
         return (input_ids.clone(), stats) if return_stats else input_ids.clone()
-    prompts = _prompts(input_ids, attention_mask, config.pad_token_id, eos)
-    limit = _limit(config, max_new_tokens, input_ids.shape[1])
+    prompts = _prompts(input_ids, attention_mask, config.pad_token_id, eos_ids(config))
+    limit = new_token_limit(config, max_new_tokens, input_ids.shape[1])
+    settings = Settings(
+        model,
+        config,
+        input_ids.shape[1],
+        limit,
+        kwargs.get("logits_processor") or (),
+        kwargs.get("stopping_criteria") or (),
+        kwargs.get("prefix_allowed_tokens_fn"),
+        kwargs.get("tokenizer"),
+        # What generate() of transformers leaves on the config it made; it also repeated the prompts already.
+        prepared=hasattr(generation_config, "_eos_token_tensor"),
+    )
+    copies = 1 if settings.prepared else config.num_return_sequences or 1
+    input_ids = input_ids.repeat_interleave(copies, 0)
+    prompts = [prompt for prompt in prompts for _ in range(copies)]
     if streamer is not None and len(prompts) != 1:
         raise ValueError(f"a streamer shows one row, got {len(prompts)} rows")
     k = num_draft_tokens if assistant_model is not None else 0
-    needed = max(len(p) for p in prompts) + limit
+    seeds = torch.randint(2**63 - 1, (len(prompts),)).tolist() if config.do_sample else [0] * len(prompts)
+    ahead = 0 if model.device.type == "cpu" else k + 1  # tokens of a step queued ahead
+    needed = max(len(p) for p in prompts) + limit + ahead
     with ENGINES.engine(
         model, assistant_model, k, rows=len(prompts), model_len=needed, compiled=compiled, options=parsed
     ) as engine:
-        engine.warm_up()
-        stats = Stats.start(len(prompts), k, engine.report)
+        session = Session.on(engine)
+        requests = [
+            session.add(
+                prompt,
+                max_new_tokens=limit,
+                eos_token_id=settings.eos,
+                stopping_criteria=settings.criteria,
+                sampling=settings.sampling(seed),
+                logits_processor=settings.row_processors(row, prompt),
+            )
+            for row, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+        ]
         if streamer is not None:
             streamer.put(input_ids.cpu())
-        outputs = _decode(engine, prompts, limit, eos, stats, streamer)
+        for _, tokens in session:
+            if streamer is not None:
+                streamer.put(torch.tensor(tokens))
+        stats = session.stats
     if streamer is not None:
         streamer.end()
-    _warn_if_useless(stats)
+    stats.per_row = [request.acceptance for request in requests]
+    outputs = [request.tokens for request in requests]
     width = max(len(tokens) for tokens in outputs)
     new = torch.tensor([t + [pad] * (width - len(t)) for t in outputs], dtype=torch.int64, device=input_ids.device)
     result = torch.cat([input_ids.long(), new], dim=1)
@@ -242,51 +159,3 @@ _signature = inspect.signature(generate)
 generate.__signature__ = _signature.replace(  # type: ignore[attr-defined]
     parameters=[p for n, p in _signature.parameters.items() if n not in ("attention_mask", "max_new_tokens")]
 )
-
-
-def _decode(
-    engine: Engine, prompts: list[Tensor], limit: int, eos: list[int], stats: Stats, streamer: Any
-) -> list[list[int]]:
-    """New tokens of each prompt. Finished rows give their blocks back and leave the batch."""
-    start = time.perf_counter()
-    state = engine.prefill(prompts)
-    outputs: list[list[int]] = [[] for _ in prompts]
-    active = list(range(len(prompts)))
-    arrived = [[token] for token in state.token.tolist()]
-    stats.prefill_seconds = time.perf_counter() - start
-    start = time.perf_counter()
-    while True:
-        keep = []
-        for position, (row, tokens) in enumerate(zip(active, arrived, strict=True)):
-            room = limit - len(outputs[row])
-            end = next((i + 1 for i, t in enumerate(tokens) if t in eos), len(tokens))
-            taken = tokens[: min(room, end)]
-            outputs[row].extend(taken)
-            if streamer is not None:
-                streamer.put(torch.tensor(taken))
-            if len(outputs[row]) < limit and taken[-1] not in eos:
-                keep.append(position)
-            else:
-                engine.cache.release(state.rows[position])
-        if len(keep) < len(active):
-            active, state = [active[i] for i in keep], state.select(keep)
-        if not active:
-            break
-        state, arrived, accepted, seconds = engine.decode(state)
-        stats.step_seconds.append(seconds)
-        for row, count in zip(active, accepted, strict=True):
-            stats.count(row, count)
-    stats.decode_seconds = time.perf_counter() - start
-    stats.new_tokens = sum(len(tokens) for tokens in outputs)
-    stats.decoded_tokens = stats.new_tokens - len(outputs)  # prefill chose each row's first
-    return outputs
-
-
-def _warn_if_useless(stats: Stats) -> None:
-    rates = stats.acceptance.rate_per_pos
-    if rates and stats.acceptance.drafts >= 16 and rates[0] < 0.05:
-        log.warning(
-            "the assistant's first draft was accepted in %.1f %% of %d rounds: is it the assistant of this target?",
-            100 * rates[0],
-            stats.acceptance.drafts,
-        )

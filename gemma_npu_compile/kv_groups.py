@@ -41,6 +41,13 @@ class KVGroup:
         oldest = 0 if self.window is None else length - self.window - MAX_QUERY_LEN
         return max(0, oldest) // self.block_size
 
+    def most_blocks(self, length: int, ahead: int) -> int:
+        """Blocks a row holds at its fullest on its way to ``length`` tokens, written at most ``ahead`` at once."""
+        whole = -(-length // self.block_size)
+        if self.window is None:
+            return whole
+        return min(whole, -(-(self.window + MAX_QUERY_LEN + ahead) // self.block_size) + 1)
+
 
 @dataclass(frozen=True)
 class Capacity:

@@ -1,5 +1,6 @@
 """Acceptance and timing of a generation."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -51,37 +52,39 @@ class Acceptance:
 
 @dataclass
 class Stats:
-    """What one :func:`generate` call did.
+    """What one :func:`generate` call or one :class:`Session` did.
 
     Attributes:
         acceptance: over all rows.
-        per_row: the same per row, in the order of the inputs.
+        per_row: the same per row of a generate() call, in the order of the inputs; a session's requests hold their own.
+        requests: finished ones, cancelled ones included.
         new_tokens: emitted tokens of all rows.
         decoded_tokens: those that steps produced; prefill chooses each row's first.
         prefill_seconds, decode_seconds: wall time without compilation.
-        step_seconds: wall time of every step.
+        step_seconds: wall time of the latest 4096 steps.
         report: of the compiled step; shared by all calls that used the same engine.
     """
 
     acceptance: Acceptance
-    per_row: list[Acceptance]
+    per_row: list[Acceptance] = field(default_factory=list)
+    requests: int = 0
     new_tokens: int = 0
     decoded_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
-    step_seconds: list[float] = field(default_factory=list)
+    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=4096))
     report: CompileReport = field(default_factory=CompileReport)
 
-    @classmethod
-    def start(cls, rows: int, num_draft_tokens: int, report: CompileReport) -> "Stats":
-        """Zero counts."""
-        zero = [0] * num_draft_tokens
-        return cls(Acceptance(list(zero)), [Acceptance(list(zero)) for _ in range(rows)], report=report)
-
-    def count(self, row: int, accepted: int) -> None:
-        """Count one round of row ``row``."""
-        self.acceptance.add(accepted)
-        self.per_row[row].add(accepted)
+    @property
+    def useless(self) -> str | None:
+        """Why the assistant may be another target's: its first drafts are hardly ever accepted. None when they are."""
+        rates, drafts = self.acceptance.rate_per_pos, self.acceptance.drafts
+        if not rates or drafts < 16 or rates[0] >= 0.05:
+            return None
+        return (
+            f"the assistant's first draft was accepted in {100 * rates[0]:.1f} % of {drafts} rounds: is it the "
+            "assistant of this target?"
+        )
 
     @property
     def tokens_per_second(self) -> float:

@@ -10,19 +10,21 @@ from gemma_npu_compile.kv_cache import PagedKVCache
 from gemma_npu_compile.kv_groups import MAX_QUERY_LEN
 from gemma_npu_compile.models import PagedContext, check_pair, check_target, shadow, text_model
 from gemma_npu_compile.ops import host_mirror, row_padding, slot_mapping
+from gemma_npu_compile.sampling import Draws, sample
 
 
 class StepOutput(NamedTuple):
     """Result of one step over ``rows`` rows with ``k`` drafts.
 
     Attributes:
-        tokens: ``(rows, k + 1)`` int64, the target's greedy choice after the last token and after each draft. The first
+        tokens: ``(rows, k + 1)`` int64, the target's choice after the last token and after each draft. The first
             ``accepted + 1`` of a row are its new tokens (the bonus token included), the rest is void.
         accepted: ``(rows,)`` int64, length of the prefix of the drafts that the target agrees with.
         drafts: ``(rows, k)`` int64.
         token, hidden, seq_len: the inputs of the next step: ``(rows,)`` int64, ``(rows, hidden)``, ``(rows,)`` int32.
         draft_logits: ``(rows, k, vocab)`` when asked for, else empty.
         target_logits: ``(rows, k + 1, vocab)`` when asked for, else empty.
+        states: the target's final hidden states ``(rows, k + 1, hidden)`` when asked for, else empty.
     """
 
     tokens: Tensor
@@ -33,6 +35,24 @@ class StepOutput(NamedTuple):
     seq_len: Tensor
     draft_logits: Tensor
     target_logits: Tensor
+    states: Tensor
+
+
+def accept(choice: Tensor, drafts: Tensor, states: Tensor, seq_len: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """How many drafts each row accepts, and its next token, hidden state and length.
+
+    Args:
+        choice: ``(rows, k + 1)`` int64, the target's choices.
+        drafts: ``(rows, k)`` int64.
+        states: ``(rows, k + 1, hidden)``.
+        seq_len: ``(rows,)`` int32.
+    """
+    # Length of the matching prefix: a mismatch zeroes everything behind it.
+    accepted = (drafts == choice[:, :-1]).long().cumprod(dim=1).sum(dim=1)
+    last = accepted.unsqueeze(1)
+    token = choice.gather(1, last).squeeze(1)
+    hidden = states.gather(1, last.unsqueeze(2).expand(-1, -1, states.shape[2])).squeeze(1)
+    return accepted, token, hidden, seq_len + accepted.to(torch.int32) + 1
 
 
 def mark_rows(*inputs: Tensor | tuple[Tensor, ...]) -> None:
@@ -46,7 +66,7 @@ def mark_rows(*inputs: Tensor | tuple[Tensor, ...]) -> None:
 
 
 class DraftVerifyStep(nn.Module):
-    """Draft ``num_draft_tokens`` tokens with the assistant, verify them with the target, accept greedily per row.
+    """Draft ``num_draft_tokens`` tokens with the assistant, verify them with the target, accept them row by row.
 
     ``forward`` traces with ``torch.compile(..., fullgraph=True)`` and any number of rows. The models are the unmodified
     transformers classes, run through shadows (models.py); their parameters are shared, not copied.
@@ -60,6 +80,7 @@ class DraftVerifyStep(nn.Module):
         cache: the target's :class:`PagedKVCache`.
         num_draft_tokens: drafts per step, 0 to 16.
         return_logits: also return the logits of drafts and verification.
+        return_states: also return logits and hidden states of the verification, for an acceptance outside.
 
     Raises:
         ValueError: the pair does not fit, with every differing value; or a number is out of range.
@@ -67,6 +88,8 @@ class DraftVerifyStep(nn.Module):
 
     token_padding: Tensor
     hidden_padding: Tensor
+    filters_padding: Tensor
+    keys_padding: Tensor
 
     def __init__(
         self,
@@ -76,6 +99,7 @@ class DraftVerifyStep(nn.Module):
         num_draft_tokens: int = 3,
         *,
         return_logits: bool = False,
+        return_states: bool = False,
     ) -> None:
         super().__init__()
         check_target(target)
@@ -93,7 +117,7 @@ class DraftVerifyStep(nn.Module):
             )
         self.cache = cache
         self.num_draft_tokens = num_draft_tokens
-        self.return_logits = return_logits
+        self.return_logits, self.return_states = return_logits, return_states
         self.target = shadow(target)
         self.embed_tokens = text_model(self.target).embed_tokens
         self.softcap: float | None = target.config.get_text_config().final_logit_softcapping
@@ -107,6 +131,9 @@ class DraftVerifyStep(nn.Module):
         hidden_size = target.config.get_text_config().hidden_size
         padding = torch.zeros(cache.padded_rows, hidden_size, dtype=target.dtype)
         self.register_buffer("hidden_padding", padding, persistent=False)
+        # Zeros are a greedy row (sampling.py).
+        self.register_buffer("filters_padding", torch.zeros(cache.padded_rows, 2), persistent=False)
+        self.register_buffer("keys_padding", torch.zeros(cache.padded_rows, 3, dtype=torch.long), persistent=False)
         self.to(target.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -155,12 +182,17 @@ class DraftVerifyStep(nn.Module):
             drafts.append(token)
         return drafts, logits
 
-    def _check_inputs(self, token: Tensor, hidden: Tensor, seq_len: Tensor, block_tables: tuple[Tensor, ...]) -> None:
+    def _check_inputs(
+        self, token: Tensor, hidden: Tensor, seq_len: Tensor, block_tables: tuple[Tensor, ...], draws: Draws | None
+    ) -> None:
         # Comparing sizes also tells the tracer that all inputs have one number of rows.
         if token.shape[0] != hidden.shape[0] or token.shape[0] != seq_len.shape[0]:
             raise ValueError(
                 f"token, hidden and seq_len have {token.shape[0]}, {hidden.shape[0]} and {seq_len.shape[0]} rows"
             )
+        for name, each in zip(Draws._fields, draws or (), strict=False):
+            if each.shape[0] != token.shape[0]:
+                raise ValueError(f"{name} of draws has {each.shape[0]} rows, token has {token.shape[0]}")
         if len(block_tables) != len(self.cache.groups):
             raise ValueError(
                 f"{len(block_tables)} block tables were given, the cache has {len(self.cache.groups)} groups"
@@ -183,6 +215,7 @@ class DraftVerifyStep(nn.Module):
         hidden: Tensor,
         seq_len: Tensor,
         block_tables: tuple[Tensor, ...],
+        draws: Draws | None = None,
         host_len: Tensor | None = None,
     ) -> StepOutput:
         """Run one step.
@@ -193,11 +226,12 @@ class DraftVerifyStep(nn.Module):
             seq_len: ``(rows,)`` int32, tokens of each row in the cache.
             block_tables: one ``(rows, width)`` int32 table per group of the cache, with blocks for positions up to
                 ``seq_len + k`` (:meth:`PagedKVCache.extend`, :meth:`PagedKVCache.block_tables`).
+            draws: how each row samples; None chooses greedily, in a graph without a trace of sampling.
             host_len: ``seq_len`` on the CPU, so that a replay need not wait for the device to learn it; a row may have
                 more with ``kv_lens="device"`` (:func:`gemma_npu_compile.ops.host_mirror`).
         """
         cache, k = self.cache, self.num_draft_tokens
-        self._check_inputs(token, hidden, seq_len, block_tables)
+        self._check_inputs(token, hidden, seq_len, block_tables, draws)
         if host_len is not None and host_len.shape[0] != token.shape[0]:
             raise ValueError(f"host_len has {host_len.shape[0]} rows, token {token.shape[0]}")
         token = row_padding(token, self.token_padding)
@@ -215,15 +249,14 @@ class DraftVerifyStep(nn.Module):
         paged = PagedContext("verify/target", cache.layer_groups, tables, seq_len + (k + 1), slots)
         states = self.run_target(inputs, positions, paged)
         target_logits = self.logits(states)
-        choice = target_logits.argmax(-1)
-
-        # Length of the matching prefix: a mismatch zeroes everything behind it.
+        if draws is None:
+            choice = target_logits.argmax(-1)
+        else:
+            paddings = self.filters_padding, self.keys_padding
+            padded = Draws(*(row_padding(d, p) for d, p in zip(draws, paddings, strict=True)))
+            choice = sample(target_logits, positions + 1, padded)
         proposed = inputs[:, 1:]
-        accepted = (proposed == choice[:, :-1]).long().cumprod(dim=1).sum(dim=1)
-        last = accepted.unsqueeze(1)
-        next_token = choice.gather(1, last).squeeze(1)
-        next_hidden = states.gather(1, last.unsqueeze(2).expand(-1, -1, states.shape[2])).squeeze(1)
-        next_len = seq_len + accepted.to(torch.int32) + 1
+        accepted, next_token, next_hidden, next_len = accept(choice, proposed, states, seq_len)
         nothing = states.new_empty(0)
         return StepOutput(
             tokens=choice,
@@ -233,5 +266,6 @@ class DraftVerifyStep(nn.Module):
             hidden=next_hidden,
             seq_len=next_len,
             draft_logits=torch.stack(draft_logits, dim=1) if self.return_logits and k else nothing,
-            target_logits=target_logits if self.return_logits else nothing,
+            target_logits=target_logits if self.return_logits or self.return_states else nothing,
+            states=states if self.return_states else nothing,
         )

@@ -16,6 +16,8 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4ForCausalLM
 from transformers.models.gemma4_assistant.configuration_gemma4_assistant import Gemma4AssistantConfig
 from transformers.models.gemma4_assistant.modeling_gemma4_assistant import Gemma4AssistantForCausalLM
 
+import gemma_npu_compile as gnc
+
 settings.register_profile("seeded", derandomize=True, deadline=None, max_examples=40)
 settings.load_profile("seeded")
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
@@ -114,6 +116,21 @@ def make_pair() -> Callable[..., Pair]:
 def pair() -> Pair:
     """The default random pair; tests must not change it."""
     return build_pair()
+
+
+@pytest.fixture(scope="session")
+def engine(pair: Pair) -> Any:
+    """One draft, three rows, blocks for hardly two long requests; for sessions, each of which must leave it empty."""
+    return gnc.Engine(
+        *pair,
+        1,
+        max_rows=3,
+        max_model_len=128,
+        num_blocks={"sliding_attention": 24, "full_attention": 18},
+        block_size=16,
+        prefill_chunk=32,
+        options=gnc.Options(platform="cpu"),
+    )
 
 
 @pytest.fixture

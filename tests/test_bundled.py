@@ -102,14 +102,16 @@ def test_batches_of_1_3_and_5_give_the_same_tokens(bundled, prompts):
 
 def drafts_of(engine: Engine, prompts: list[list[int]], rounds: int) -> tuple[list, Acceptance]:
     state = engine.prefill([torch.tensor(p) for p in prompts])
-    accepted, drafts, run = Acceptance([0] * engine.step.num_draft_tokens), [], engine._run
+    accepted, drafts = Acceptance([0] * engine.step.num_draft_tokens), []
+    run = engine._run("greedy")
+    call = run.call
 
-    def record(*inputs):
-        output = run(*inputs)
+    def record(*inputs, **more):
+        output = call(*inputs, **more)
         drafts.append(output.drafts.tolist())
         return output
 
-    engine._run = record
+    run.call = record
     for _ in range(rounds):
         state, _, counts, _ = engine.decode(state)
         for count in counts:

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 import gemma_npu_compile as gnc
-from gemma_npu_compile.engine import ENGINES
+from gemma_npu_compile.engine_pool import ENGINES
 from gemma_npu_compile.verify import is_tie, plain_greedy, verify
 
 
@@ -263,17 +263,16 @@ def test_empty_batch(pair):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"generation_config": GenerationConfig(do_sample=True)}, "do_sample=True"),
         ({"generation_config": GenerationConfig(num_beams=2)}, "num_beams=2"),
-        ({"generation_config": GenerationConfig(repetition_penalty=1.2)}, r"repetition_penalty=1\.2"),
-        ({"generation_config": GenerationConfig(stop_strings=["x"])}, "stop_strings"),
+        ({"generation_config": GenerationConfig(stop_strings=["x"])}, r"stop_strings=\['x'\] needs the tokenizer"),
+        ({"num_return_sequences": 2}, "num_return_sequences=2 needs do_sample=True"),
         ({"logits_processor": [object()]}, "logits processor object"),
         ({"stopping_criteria": [object()]}, "stopping criterion object"),
         ({"inputs_embeds": torch.zeros(1, 1, 64)}, "inputs_embeds"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"num_draft_tokens": 0}, "num_draft_tokens is 0"),
         ({"max_new_token": 3}, "unknown argument 'max_new_token' .did you mean 'max_new_tokens'"),
-        ({"temperature": 0.5, "do_sample": True}, "do_sample=True"),
+        ({"temperature": -0.5, "do_sample": True}, r"temperature is -0\.5"),
         ({"options": {"captur": True}}, "unknown option 'captur' .did you mean 'capture'"),
         ({"attention_mask": torch.tensor([[1, 0, 1]])}, "row 0 of attention_mask has a hole"),
         ({"attention_mask": torch.tensor([[0, 0, 0]])}, "row 0 of input_ids has no token"),

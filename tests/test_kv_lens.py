@@ -64,7 +64,7 @@ def test_dense_verification(pair, expected) -> None:
     options = gnc.Options(verify_attention="dense", capture_sizes=(3, 4), on_fallback="error")
     engine = gnc.Engine(*pair, 1, max_rows=4, max_model_len=700, options=options)
     assert rounds(engine) == expected
-    (runner,) = engine._backend._runners
+    (runner,) = engine._run("greedy").backend._runners
     fused = runner.gm.graph.find_nodes(op="call_function", target=torch.ops.npu.npu_fused_infer_attention_score.default)
     paged = {node.meta["attention"].phase: "block_table" in node.kwargs for node in fused}
     assert paged == {"draft.0": True, "verify": False}

@@ -47,7 +47,7 @@ def test_twelve_layers(make_pair: Callable[..., Any], fresh_dynamo: None) -> Non
     assert len(bound) == len(attention)
     for node in attention:
         assert bound[node.block_table] == (node.phase, node.layer, f"block_table.{node.group}")
-    (runner,) = ours._backend._runners
+    (runner,) = ours._run("greedy").backend._runners
     assert isinstance(runner, GraphRunner)
     fused = torch.ops.npu.npu_fused_infer_attention_score.default
     assert {n.kwargs["input_layout"] for n in runner.gm.graph.find_nodes(op="call_function", target=fused)} == {"BNSD"}

@@ -125,7 +125,7 @@ def test_threads_reset_and_memory(software_acl: Any) -> None:
         wide = tuple(torch.cat([t, t], 1) for t in engine.cache.block_tables(state.rows))
         software_acl.mark("wide")
         try:
-            engine._run(state.token, state.hidden, state.seq_len, wide)
+            engine._run("greedy").call(state.token, state.hidden, state.seq_len, wide)
         except (ValueError, RuntimeError) as error:
             message = str(error)
         software_acl.mark("wide end")
@@ -155,7 +155,7 @@ def test_a_replay_without_an_update_ends(software_acl: Any) -> None:
         target, assistant = pairs.on_device()
         engine = gnc.Engine(target, assistant, 1, max_rows=2, max_model_len=256)
         engine.warm_up()
-        (runner,) = engine._backend._runners
+        (runner,) = engine._run("greedy").backend._runners
         (binding,) = runner._bindings
         (graph,) = binding.graphs.values()
         assert graph.host, "it has lengths that can be updated"

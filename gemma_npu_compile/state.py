@@ -1,0 +1,66 @@
+"""Rows in flight, and the results of a launch on their way to the host."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass
+class State:
+    """Rows in flight: their cache rows and the inputs of their next step.
+
+    Attributes:
+        rows: cache row of each entry.
+        token, hidden, seq_len: as in :meth:`DraftVerifyStep.forward`.
+        lengths: ``seq_len`` on the host; while a step's results are unread, the largest it can be.
+    """
+
+    rows: list[int]
+    token: Tensor
+    hidden: Tensor
+    seq_len: Tensor
+    lengths: list[int]
+
+    def select(self, keep: Sequence[int]) -> "State":
+        """The entries at the positions ``keep``."""
+        index = torch.tensor(keep, dtype=torch.long, device=self.token.device)
+        rows, lengths = [self.rows[i] for i in keep], [self.lengths[i] for i in keep]
+        return State(rows, self.token[index], self.hidden[index], self.seq_len[index], lengths)
+
+    def join(self, other: "State") -> "State":
+        """These entries and those of ``other`` behind them."""
+        return State(
+            [*self.rows, *other.rows],
+            torch.cat([self.token, other.token]),
+            torch.cat([self.hidden, other.hidden]),
+            torch.cat([self.seq_len, other.seq_len]),
+            [*self.lengths, *other.lengths],
+        )
+
+
+class Results:
+    """Tokens on their way to the host. The copy is queued at once, behind what was launched and before what follows."""
+
+    def __init__(self, tokens: Tensor, accepted: Tensor | None) -> None:
+        """Args: ``tokens`` ``(rows, n)`` and ``accepted`` ``(rows,)`` int64; without it, a row has all its tokens."""
+        packed = tokens if accepted is None else torch.cat([tokens, accepted.unsqueeze(1)], dim=1)
+        self._counted = accepted is not None
+        self._event: torch.Event | None = None
+        self._packed = packed
+        if packed.device.type != "cpu":
+            self._packed = torch.empty_like(packed, device="cpu", pin_memory=True)
+            self._packed.copy_(packed, non_blocking=True)
+            self._event = torch.Event(packed.device)
+            self._event.record()
+
+    def read(self) -> tuple[list[list[int]], list[int]]:
+        """Each row's new tokens, and how many drafts it accepted (0 for a prefill); waits for this launch alone."""
+        if self._event is not None:
+            self._event.synchronize()
+        rows = self._packed.tolist()
+        if not self._counted:
+            return rows, [0] * len(rows)
+        accepted = [row.pop() for row in rows]
+        return [row[: n + 1] for row, n in zip(rows, accepted, strict=True)], accepted
