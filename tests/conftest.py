@@ -20,7 +20,7 @@ import gemma_npu_compile as gnc
 
 settings.register_profile("seeded", derandomize=True, deadline=None, max_examples=40)
 settings.load_profile("seeded")
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")))
 
 Pair = tuple[PreTrainedModel, PreTrainedModel]
 LAYERS = ("sliding_attention", "full_attention")
