@@ -120,7 +120,7 @@ class Backend:
         if len(labels) != len(inputs):  # AOT merged aliased inputs
             labels = [(node.name, True) for node in inputs]
         for index, (node, (label, held)) in enumerate(zip(inputs, labels, strict=True)):
-            node.meta.update(source=index, label=label, held=held)
+            node.meta.update(source=index, label=label, held=held, static=index in static)
         target = platform(platform_for(device_of(gm), options.platform), options.capabilities)
         dump = current_dump()
         files = dump.graph() if dump is not None else None

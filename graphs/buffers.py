@@ -26,11 +26,28 @@ def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
+def _part(buffer: Tensor, rows: tuple[int, int], start: int, end: int) -> Tensor:
+    """Rows ``start .. end - 1`` of a buffer with ``rows`` as in :class:`Input`."""
+    axis, block = rows
+    return buffer.narrow(axis, block * start, block * (end - start))
+
+
+def _padding(item: Input, args: list[Any], buffer: Tensor, rows: int, size: int) -> tuple[Tensor, Tensor]:
+    """Rows ``rows .. size - 1`` of a buffer, and what they hold: the declared padding, or the call's first row."""
+    if item.padding is not None:
+        return buffer[rows:size], args[item.padding][rows:size]
+    assert item.rows is not None
+    axis, block = item.rows
+    padded = _part(buffer, item.rows, rows, size).unflatten(axis, (size - rows, block))
+    return padded, args[item.source].narrow(axis, 0, block).unsqueeze(axis).expand_as(padded)
+
+
 class StableBuffers:
     """One buffer per buffer name of a plan, in the largest shape; smaller captures use its first rows.
 
-    ``load`` copies a call's inputs to the front and fills the rows behind them from the declared padding, so nothing of
-    an earlier call is left in a row the graph reads.
+    ``load`` copies a call's inputs to the front and fills the rows behind them, so nothing of an earlier call is left
+    in a row the graph reads: from the declared padding, or with the call's first row over and over. That row is known
+    to be fit for the graph: an index in it is in range, and no division meets a zero it would not meet anyway.
 
     Args:
         inputs: of the plan; those with one buffer name share it.
@@ -45,13 +62,15 @@ class StableBuffers:
         self.buffers: dict[str, Tensor] = {}
         for item in self.inputs:
             arg = args[item.source]
-            shape = arg.shape if rows is None or item.padding is None else (rows, *arg.shape[1:])
+            shape = list(arg.shape)
+            if rows is not None and item.rows is not None:
+                shape[item.rows[0]] = item.rows[1] * rows
             self.buffers[str(item.buffer)] = torch.zeros(shape, dtype=arg.dtype, device=arg.device)
 
     def view(self, item: Input, rows: int | None) -> Tensor:
         """What a capture of ``rows`` rows reads for ``item``."""
         buffer = self.buffers[str(item.buffer)]
-        return buffer if rows is None or item.padding is None else buffer[:rows]
+        return buffer if rows is None or item.rows is None else _part(buffer, item.rows, 0, rows)
 
     def check(self, args: list[Any]) -> None:
         """Refuse inputs that do not fit their buffer.
@@ -61,7 +80,9 @@ class StableBuffers:
         """
         for item in self.inputs:
             arg, buffer = args[item.source], self.buffers[str(item.buffer)]
-            shape = arg.shape if item.padding is None else buffer.shape[:1] + arg.shape[1:]
+            shape = arg.shape
+            if item.rows is not None:
+                shape = arg.shape[: item.rows[0]] + buffer.shape[item.rows[0] :][:1] + arg.shape[item.rows[0] + 1 :]
             if shape == buffer.shape and arg.dtype == buffer.dtype:
                 continue
             if item.role == "block_table" and arg.dim() == buffer.dim():
@@ -79,12 +100,12 @@ class StableBuffers:
         pairs: list[tuple[Tensor, Tensor]] = []
         for item in self.inputs:
             arg, buffer = args[item.source], self.buffers[str(item.buffer)]
-            if rows is None or size is None or item.padding is None:
+            if rows is None or size is None or item.rows is None:
                 pairs.append((buffer, arg))
                 continue
-            pairs.append((buffer[:rows], arg))
+            pairs.append((_part(buffer, item.rows, 0, rows), arg))
             if rows < size:
-                pairs.append((buffer[rows:size], args[item.padding][rows:size]))
+                pairs.append(_padding(item, args, buffer, rows, size))
         copy_all(pairs)
         return sum(buffer.nbytes for buffer, _ in pairs)
 

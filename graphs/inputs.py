@@ -35,6 +35,7 @@ class Input:
         static: the address is frozen at capture; otherwise contents are copied into a stable buffer.
         shape: ints, or sympy expressions of the graph's symbols.
         padding: source index of the tensor that holds this input's padded rows.
+        rows: axis of the rows and entries a row; of inputs that can be padded (with declared padding the first, and 1).
         layer, phase: of an attention node's own block table.
         group: of a block table, also of the one slots are computed from.
     """
@@ -47,9 +48,14 @@ class Input:
     shape: tuple[Dim, ...]
     dtype: torch.dtype | None
     padding: int | None = None
+    rows: tuple[int, int] | None = None
     layer: str | None = None
     phase: str | None = None
     group: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.padding is not None and self.rows is None:
+            object.__setattr__(self, "rows", (0, 1))
 
     @property
     def buffer(self) -> str | None:

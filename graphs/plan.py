@@ -43,8 +43,9 @@ class Plan:
 
     Attributes:
         extras: what the graph takes behind its inputs and how it follows from them: host lists, weights, numbers.
-        rows: the symbol of the row count when every input that has rows has declared padding, else None.
-        max_rows: rows the inputs' paddings allow; None without ``rows``.
+        rows: the symbol of the row count when every input that has rows has declared padding, or when rows were proven
+            not to mix (passes/prove_rows.py); else None.
+        max_rows: rows the inputs' paddings allow; None when none is declared.
         unpadded: why there is no ``rows``.
         symbols: every symbol that shapes or contents of tensors depend on, in the order of the inputs; captures are
             keyed by their values. A host integer that is only counted on (a cache's length) is none of them.
@@ -196,19 +197,22 @@ def make_plan(gm: GraphModule, static: set[int]) -> Plan:
                 shape=shape,
                 dtype=fake.dtype if isinstance(fake, torch.Tensor) else None,
                 padding=padding.meta["source"] if padding is not None else None,
+                rows=node.meta.get("rows"),
                 layer=binding.layer if binding else None,
                 phase=binding.phase if binding else None,
                 group=group,
             )
         )
-    rows, max_rows, unpadded = _rows(inputs, {n.meta["source"]: n.meta["val"] for n in nodes})
+    rows, max_rows, unpadded = _rows(gm, inputs, {n.meta["source"]: n.meta["val"] for n in nodes})
     (results,) = gm.graph.find_nodes(op="output")[0].args
     outputs = tuple(_output(r) for r in results)
     device, calls = device_of(gm), cache_calls(gm, inputs)
     return Plan(tuple(inputs), outputs, attention, extras, tuple(symbols), rows, max_rows, unpadded, device, calls)
 
 
-def _rows(inputs: list[Input], values: dict[int, Any]) -> tuple[sympy.Symbol | None, int | None, str | None]:
+def _rows(
+    gm: GraphModule, inputs: list[Input], values: dict[int, Any]
+) -> tuple[sympy.Symbol | None, int | None, str | None]:
     """The row symbol and its bound; or why rows cannot be padded.
 
     Every input whose shape depends on a symbol must have the row symbol in front, and nowhere else, and declared
@@ -217,6 +221,8 @@ def _rows(inputs: list[Input], values: dict[int, Any]) -> tuple[sympy.Symbol | N
     sized = [i for i in inputs if i.buffer is not None and any(not isinstance(d, int) for d in i.shape)]
     if not sized:
         return None, None, "no input has a symbolic shape (torch.compile saw one size: see mark_rows)"
+    if all(item.padding is None for item in inputs) and ("rows" in gm.meta or "rows_mix" in gm.meta):
+        return gm.meta.get("rows"), None, gm.meta.get("rows_mix")
     for item in sized:
         if item.padding is None:
             return None, None, f"input {item.label} has no declared padding (gemma_npu::row_padding)"

@@ -48,8 +48,9 @@ class GraphRunner:
     """Callable that replays captures of one graph.
 
     When padded rows are declared, all sizes are captured at the first call, largest first, and share stable buffers.
-    Otherwise each new set of input sizes is captured when it comes, up to ``max_captures``. Calls are serialised, and
-    results are copied out of the pool, so that no later replay changes what a caller holds.
+    Where rows are proven not to mix, a size is captured when it is first needed: the next of ``capture_sizes``, or the
+    next power of two. Otherwise each new set of input sizes is captured when it comes, up to ``max_captures``. Calls
+    are serialised, and results are copied out of the pool, so that no later replay changes what a caller holds.
 
     Dynamo runs one compiled graph for every object of a class: another model, or another cache, gets captures of its
     own. One static input that moved while the others of its kind stayed is a mistake and refused.
@@ -70,7 +71,9 @@ class GraphRunner:
         self.gm, self.plan, self.options, self.report = gm, plan, options, report
         self._platform = platform or get_platform(platform_for(plan.device, options.platform), options.capabilities)
         self._extras = Extras(plan)
-        self.sizes = capture_sizes(options.capture_sizes, plan.max_rows) if plan.max_rows is not None else ()
+        self.sizes = options.capture_sizes or ()
+        if plan.max_rows is not None:
+            self.sizes = capture_sizes(options.capture_sizes, plan.max_rows)
         self._lock = threading.Lock()
         self._runtime: Runtime = runtime_for(plan.device)
         self._unchecked = why_unchecked(gm, plan)
@@ -92,7 +95,7 @@ class GraphRunner:
                 rows = values[self.plan.rows]
                 if rows == 0:
                     return [output.empty(values) for output in self.plan.outputs]
-                size = size_for(rows, self.sizes)
+                size = size_for(rows, self.sizes or [max(2, 1 << (rows - 1).bit_length())])
                 if size is None:
                     return self._fall_back(f"{rows} rows exceed the largest capture size {max(self.sizes)}", args)
                 sized[self.plan.rows] = size
@@ -182,11 +185,17 @@ class GraphRunner:
         return tuple(sized[symbol] for symbol in self.plan.symbols)
 
     def _buffers_for(self, binding: _Binding, args: list[Any], sized: Values) -> StableBuffers:
-        """Padded captures share the buffers of the largest size; others have their own."""
-        key = () if self.plan.rows is not None else self._key(sized)
+        """Captures with declared padding share the buffers of the largest size; others have their own."""
+        key = () if self.plan.max_rows is not None else self._key(sized)
         if key not in binding.buffers:
-            binding.buffers[key] = StableBuffers(self.plan.inputs, args, self.sizes[-1] if self.sizes else None)
+            binding.buffers[key] = StableBuffers(self.plan.inputs, args, self._largest(sized))
         return binding.buffers[key]
+
+    def _largest(self, sized: Values) -> int | None:
+        """Rows of the buffers: of the largest capture where all are made at once, else of this one."""
+        if self.plan.rows is None:
+            return None
+        return self.sizes[-1] if self.plan.max_rows is not None else sized[self.plan.rows]
 
     def _arguments(self, binding: _Binding, args: list[Any], buffers: StableBuffers, sized: Values) -> list[Any]:
         """What the graph is captured with: static inputs, stable buffers, host integers, extras."""
@@ -204,17 +213,17 @@ class GraphRunner:
         key = self._key(sized)
         if key in binding.refused:
             return binding.refused[key]
-        if self.plan.rows is None:
+        if self.plan.max_rows is None:
             if len(binding.graphs) + len(binding.refused) >= self.options.max_captures:
                 return f"more than {self.options.max_captures} input sizes (max_captures)"
             wanted = [sized]
         else:
-            wanted = [{**sized, self.plan.rows: size} for size in reversed(self.sizes)]
+            wanted = [{**sized, self.plan.rows: size} for size in reversed(self.sizes)]  # type: ignore[dict-item]
         start = time.perf_counter()
         buffers = self._buffers_for(binding, args, sized)
         buffers.check(args)
         # Host lists are frozen at capture: with this call's contents in place they hold for the first replay.
-        largest = (None, None) if self.plan.rows is None else (values[self.plan.rows], self.sizes[-1])
+        largest = (None if self.plan.rows is None else values[self.plan.rows], self._largest(sized))
         buffers.load(args, *largest)
         graphs: dict[Key, Captured] = {}
         try:
@@ -229,7 +238,7 @@ class GraphRunner:
         except CaptureError as error:
             graphs.clear()
             binding.refused.update((self._key(each), str(error)) for each in wanted)
-            del binding.buffers[() if self.plan.rows is not None else key]
+            del binding.buffers[() if self.plan.max_rows is not None else key]
             return str(error)
         binding.graphs.update(graphs)
         report = self.report

@@ -33,6 +33,7 @@ from gemma_npu_compile.passes.lower_attention import lower_attention
 from gemma_npu_compile.passes.lower_operators import lower_operators
 from gemma_npu_compile.passes.merge_gate_up import merge_gate_up
 from gemma_npu_compile.passes.numbers_on_device import numbers_on_device
+from gemma_npu_compile.passes.prove_rows import prove_rows
 from gemma_npu_compile.passes.remove_host_syncs import remove_host_syncs
 from gemma_npu_compile.passes.remove_no_ops import remove_no_ops
 from gemma_npu_compile.passes.result import PassResult
@@ -47,6 +48,7 @@ PASSES: dict[str, Pass] = {
     "remove_host_syncs": remove_host_syncs,
     "declare_row_padding": declare_row_padding,
     "declare_host_mirrors": declare_host_mirrors,
+    "prove_rows": prove_rows,
     "remove_no_ops": remove_no_ops,
     "eliminate_common_subexpressions": eliminate_common_subexpressions,
     "elide_key_rope": elide_key_rope,

@@ -113,6 +113,7 @@ def test_a_loop_without_masks_has_one_capture_not_one_per_token(pair: Any) -> No
     assert passed.changed == 2
 
 
+@pytest.mark.slow
 def test_a_growing_cache_is_not_captured_and_says_so(make_pair: Any) -> None:
     target = model("llama", make_pair)
     ids = prompt(2, 9)
