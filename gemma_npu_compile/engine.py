@@ -270,15 +270,8 @@ class Engine:
     def _paddings(self) -> list[Tensor]:
         """What padded rows of the step's inputs hold, in the order of the inputs."""
         step, cache = self.step, self.cache
-        tables = cache.padding_tables
-        return [
-            step.token_padding,
-            step.hidden_padding,
-            cache.padding_lens,
-            *tables,
-            step.filters_padding,
-            step.keys_padding,
-        ]
+        draws = step.filters_padding, step.keys_padding
+        return [step.token_padding, step.hidden_padding, cache.padding_lens, *cache.padding_tables, *draws]
 
     def decode(self, state: State) -> tuple[State, list[list[int]], list[int], float]:
         """Run one greedy step and read its results.

@@ -85,10 +85,11 @@ def _words(seed: int) -> tuple[int, int]:
 
 def _mix(word: Tensor) -> Tensor:
     """A hash of 32-bit words held in int64 (lowbias32). No product leaves 64 bits: factors are taken modulo 2**32."""
+    # Divisions, not shifts: torch_npu copies the number of a shift to the device, also inside a capture.
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
-        word = torch.bitwise_xor(word, torch.bitwise_right_shift(word, shift))
+        word = torch.bitwise_xor(word, word.floor_divide(2**shift))
         word = torch.bitwise_and(word * factor, _WORD)
-    return torch.bitwise_xor(word, torch.bitwise_right_shift(word, 16))
+    return torch.bitwise_xor(word, word.floor_divide(2**16))
 
 
 def uniforms(words: Tensor, positions: Tensor) -> Tensor:
@@ -103,7 +104,7 @@ def uniforms(words: Tensor, positions: Tensor) -> Tensor:
     """
     spread = _mix(torch.bitwise_and(positions * 0x9E3779B1 + words[:, :1], _WORD))
     hashed = _mix(torch.bitwise_xor(spread, words[:, 1:]))
-    return torch.bitwise_right_shift(hashed, 8).float() * 2.0**-24
+    return hashed.floor_divide(2**8).float() * 2.0**-24
 
 
 def sample(logits: Tensor, positions: Tensor, how: Draws) -> Tensor:

@@ -75,7 +75,7 @@ def eos_of(pair) -> int:
         {"repetition_penalty": 1.8},
         {"no_repeat_ngram_size": 2},
         {"encoder_repetition_penalty": 1.5, "encoder_no_repeat_ngram_size": 2},
-        {"min_new_tokens": 11},
+        {"min_new_tokens": 11, "eos_token_id": list(range(1, 100))},
         {"min_length": 15},
         {"bad_words_ids": [[5], [6, 7]], "sequence_bias": [[[8], 2.0]]},
         {"suppress_tokens": [5, 6, 7], "begin_suppress_tokens": [8]},
