@@ -58,10 +58,14 @@ class Backend:
 
     __name__ = "gemma_npu"
 
-    def __init__(self, on_compile: Callable[[GraphReport], None] = lambda report: None) -> None:
-        """``on_compile`` is called with the report of every graph this backend compiles."""
+    def __init__(
+        self,
+        on_compile: Callable[[GraphReport], None] = lambda report: None,
+        runner: Callable[..., Any] = GraphRunner,
+    ) -> None:
+        """``on_compile`` is called with the report of every graph this backend compiles; ``runner`` runs it."""
         self.resets = 0
-        self._on_compile = on_compile
+        self._on_compile, self._runner = on_compile, runner
         self._runners: weakref.WeakSet[GraphRunner] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._frames: set[int | None] = set()
@@ -143,8 +147,8 @@ class Backend:
         report.nodes = len(gm.graph.nodes)
         report.plan = make_plan(gm, static)
         if files is not None:
-            files.report = report
-        return GraphRunner(gm, report.plan, options, report, target)
+            files.finish(gm, report, options)
+        return self._runner(gm, report.plan, options, report, target)
 
     def reset(self) -> None:
         """Free every captured graph and its memory. Called by ``torch._dynamo.reset()``; may be called twice."""
