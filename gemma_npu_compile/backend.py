@@ -147,7 +147,7 @@ class Backend:
         report.nodes = len(gm.graph.nodes)
         report.plan = make_plan(gm, static)
         if files is not None:
-            files.finish(gm, report, options)
+            files.finish(gm, report, options, target.name)
         return self._runner(gm, report.plan, options, report, target)
 
     def reset(self) -> None:

@@ -245,14 +245,14 @@ def plan_step(
         target.config, max_rows=max_rows, max_model_len=max_model_len, dtype=target.dtype, device=target.device
     )
     step = DraftVerifyStep(target, assistant, cache, num_draft_tokens)
-    inputs = step.token_padding[:2], step.hidden_padding[:2], cache.padding_lens[:2]
-    token, hidden, seq_len = (each.clone() for each in inputs)
+    inputs = step.token_padding[:2], step.hidden_padding[:2], cache.padding_lens[:2], cache.host_padding_lens[:2]
+    token, hidden, seq_len, host_len = (each.clone() for each in inputs)
     tables = tuple(table[:2].clone() for table in cache.padding_tables)
-    mark_rows(token, hidden, seq_len, tables)
+    mark_rows(token, hidden, seq_len, tables, host_len)
     report = CompileReport()
     backend = Backend(report.graphs.append, Planned)
     given = {name: getattr(options, name) for name in options.__dataclass_fields__}
     compiled = torch.compile(step, backend=backend, fullgraph=True, options=given, isolate_recompiles=True)  # type: ignore[call-overload]
     with _no_collection():
-        compiled(token, hidden, seq_len, tables)
+        compiled(token, hidden, seq_len, tables, host_len)
     return report

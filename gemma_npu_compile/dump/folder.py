@@ -40,7 +40,7 @@ class GraphDump:
         self.changes: dict[str, list[Change]] = {}
         self.folded: list[Folded] = []
         self._facts: dict[str, Any] = {}
-        self._options = Options()
+        self._options, self._platform = Options(), ""
         self._listing: Listing | None = None
         self._code = ""
         self._seen: list[tuple[Any, ...]] = []
@@ -60,10 +60,10 @@ class GraphDump:
         (self.directory / file).write_text(text, encoding="utf-8")
         self.files.append(file)
 
-    def finish(self, gm: GraphModule, report: GraphReport, options: Options) -> None:
+    def finish(self, gm: GraphModule, report: GraphReport, options: Options, platform: str) -> None:
         """Take the final graph; ``report`` goes on counting."""
         assert self._listing is not None
-        self.report, self._options = report, options
+        self.report, self._options, self._platform = report, options, platform
         self.folded = self._listing.fold()
         self._facts = graph_facts(gm, self._listing, report, options)
         self._listing, self._seen, self._code = None, [], ""
@@ -77,7 +77,7 @@ class GraphDump:
         planned = [each["rows"] for each in self._facts["captures"]] if self._options.capture else []
         return {
             "name": report.name,
-            "platform": self._options.platform,
+            "platform": self._platform,
             "recompile": report.recompile,
             "error": self.error,
             **self._facts,
@@ -86,6 +86,8 @@ class GraphDump:
             "sizes": sorted(report.sizes) or planned,
             "seconds": dict(report.seconds),
             "replays": report.replays,
+            "checked": report.checked,
+            "unchecked": report.unchecked,
             "eager_calls": report.eager_calls,
             "fallbacks": dict(report.fallbacks),
         }

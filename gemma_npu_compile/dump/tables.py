@@ -157,13 +157,20 @@ def host_parameters(facts: Facts) -> list[Row]:
 
 def outcomes(facts: Facts) -> list[str]:
     """What went other than planned: recompilation, fallbacks, sizes that cannot be captured."""
-    found = []
+    found: list[str] = []
+    quiet = not facts.get("fallbacks") and not facts.get("recompile") and not facts.get("error")
+    if quiet:
+        found.append("No fallbacks, no recompilation.")
     if facts.get("error"):
         found.append(f"The compilation did not finish: {facts['error']}")
     if facts.get("recompile"):
         found.append("Recompiled: the same code had been compiled before.")
     if facts.get("no_captures"):
         found.append(f"One capture per input size: {facts['no_captures']}.")
+    if facts.get("checked"):
+        found.append(f"{facts['checked']} captures were checked by a replay with other contents before they were used.")
+    if facts.get("unchecked"):
+        found.append(f"Captures were not checked by a replay: {facts['unchecked']}.")
     for reason, count in facts.get("fallbacks", {}).items():
         found.append(f"Fell back {count} times: {reason}.")
-    return found or ["No fallbacks, no recompilation."]
+    return found
