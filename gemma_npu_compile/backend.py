@@ -17,8 +17,10 @@ import gemma_npu_compile.ops  # noqa: F401  (registers the dialect)
 from gemma_npu_compile.capabilities import platform
 from gemma_npu_compile.devices import platform_for
 from gemma_npu_compile.dump import current as current_dump
+from gemma_npu_compile.dump import observers
 from gemma_npu_compile.errors import CompileError
 from gemma_npu_compile.graphs.plan import make_plan
+from gemma_npu_compile.graphs.recorder import Recorder
 from gemma_npu_compile.graphs.runner import GraphRunner
 from gemma_npu_compile.ops.npu import emulate
 from gemma_npu_compile.options import Options
@@ -99,14 +101,21 @@ class Backend:
                 self._runners.add(runner)
             publish(report)
             self._on_compile(report)
-            return _boxed(runner)
+            recorder = Recorder(parsed.record, report.plan) if parsed.record and report.plan else None
+            return _boxed(runner, recorder)
 
         compiler = aot_autograd(
             fw_compiler=_refuse_training,
             inference_compiler=compile_inference,
             keep_inference_input_mutations=True,
         )
-        return compiler(gm, example_inputs)
+        try:
+            return compiler(gm, example_inputs)
+        except Exception as error:
+            dump = current_dump()
+            if dump is not None:
+                dump.fail(gm, example_inputs, parsed, error)
+            raise
 
     def _is_recompile(self) -> bool:
         """Whether this backend compiled the same code before (a guard failed, or another object runs it)."""
@@ -128,10 +137,9 @@ class Backend:
         target = platform(platform_for(device_of(gm), options.platform), options.capabilities)
         dump = current_dump()
         files = dump.graph() if dump is not None else None
-        if files is not None:
-            files.write("traced", gm)
+        after = observers(files)
+        after("traced", gm)
         start = time.perf_counter()
-        after = files.write if files is not None else None
         with emulate(target):
             report.passes = run_passes(
                 gm,
@@ -146,8 +154,9 @@ class Backend:
         report.seconds["passes"] = time.perf_counter() - start
         report.nodes = len(gm.graph.nodes)
         report.plan = make_plan(gm, static)
-        if files is not None:
+        if dump is not None and files is not None:
             files.finish(gm, report, options, target.name)
+            dump.update()
         return self._runner(gm, report.plan, options, report, target)
 
     def reset(self) -> None:
@@ -161,11 +170,11 @@ class Backend:
                 runner.free()
 
 
-def _boxed(runner: GraphRunner) -> Callable[[list[Any]], list[Any]]:
+def _boxed(runner: GraphRunner, recorder: Recorder | None = None) -> Callable[[list[Any]], list[Any]]:
     """AOT's calling convention: one list of arguments, which the callee may empty."""
 
     def run(args: list[Any]) -> list[Any]:
-        results = runner(args)
+        results = runner(args) if recorder is None else recorder.call(runner, args)
         args.clear()
         return results
 

@@ -9,6 +9,8 @@ says something about the device.
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import sympy
@@ -21,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from gemma_npu_compile.errors import CaptureError, ReplayError
 from gemma_npu_compile.graphs.capturable import refuse_uncapturable
 from gemma_npu_compile.graphs.memory import Pool, Sizes, Spec, fakes, plan_memory
+from gemma_npu_compile.graphs.phases import phase_of
 from gemma_npu_compile.ops.library import KERNELS, Kernel
 from gemma_npu_compile.passes.fx import is_view, where
 
@@ -96,6 +99,8 @@ class HostGraph:
             else:
                 self.outputs: list[Any] = [env[r] if isinstance(r, Node) else r for r in node.args[0]]  # type: ignore
         self._calls = [(t.kernel, t.args, t.kwargs) for t in self.tasks]
+        phases = phase_of(nodes)
+        self._phases = [phases[task.node] for task in self.tasks]
         self._readers = [
             [task for task in self.tasks if any(each is values for each in (*task.args, *task.kwargs.values()))]
             for values in self.host
@@ -104,8 +109,18 @@ class HostGraph:
     @torch.no_grad()
     def replay(self) -> None:
         """Run the recorded kernels once, in order."""
+        if torch.autograd._profiler_enabled():
+            self._replay_in_ranges()
+            return
         for kernel, args, kwargs in self._calls:
             kernel(*args, **kwargs)
+
+    def _replay_in_ranges(self) -> None:
+        """The same under a profiler: each run of tasks of one phase in a range of its name."""
+        for phase, calls in groupby(zip(self._phases, self._calls, strict=True), key=itemgetter(0)):
+            with torch.profiler.record_function(phase):
+                for _, (kernel, args, kwargs) in calls:
+                    kernel(*args, **kwargs)
 
     def update(self, index: int, values: list[int]) -> int:
         """Give the tasks that read host list ``index`` new contents; returns how many that were (0: nothing changed).

@@ -1,7 +1,7 @@
 """Keep the last calls' small inputs, so that a failure in production can be run again somewhere else.
 
 Only integers that say where things are: tokens, lengths, block tables. No weights, no hidden states, no keys, no text.
-The file is JSON, replaced in one piece: at most once a second while all is well, at once when a call fails, and at exit.
+The file is JSON, replaced in one piece: once a second at most while all is well, at once when a call fails, at exit.
 """
 
 import atexit
@@ -10,6 +10,7 @@ import os
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,20 @@ class Recorder:
         self._inputs = list(roles.values())
         self._caches = {i.label: list(i.shape) for i in plan.inputs if i.role == "cache"}
         self._ring: deque[list[Tensor]] = deque(maxlen=KEPT)
-        self._written = 0.0
+        self._written = float("-inf")
         atexit.register(_flush, weakref.ref(self))
 
-    def keep(self, args: list[Any]) -> None:
-        """Remember a call's small inputs."""
+    def call(self, run: Callable[[list[Any]], list[Any]], args: list[Any]) -> list[Any]:
+        """Keep the call's small inputs and run it; a failure is in the file before it is raised."""
         self._ring.append([args[item.source].clone() for item in self._inputs])
+        try:
+            results = run(args)
+        except BaseException:
+            self.write()
+            raise
         if time.monotonic() - self._written > 1:
             self.write()
+        return results
 
     def write(self) -> None:
         """Write the file now."""

@@ -1,11 +1,15 @@
 """A dump folder under construction: what a compilation writes to it, and how it gets to its place in one piece."""
 
+import atexit
 import contextlib
 import json
+import logging
+import os
 import shutil
+import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +20,15 @@ from gemma_npu_compile.dump.listing import Change, Folded, Listing
 from gemma_npu_compile.dump.markdown import markdown
 from gemma_npu_compile.dump.page import page
 from gemma_npu_compile.dump.pictures import picture
+from gemma_npu_compile.dump.repro import write_repro
+from gemma_npu_compile.errors import CompileError
 from gemma_npu_compile.options import Options
 from gemma_npu_compile.report import GraphReport
+
+log = logging.getLogger(__name__)
+
+VARIABLE = "GEMMA_NPU_DUMP"
+"""Environment: a directory any program that compiles with this backend dumps to."""
 
 PARTS = ("graphs", "index.html", "index.md", "plan.json")
 
@@ -114,22 +125,50 @@ class Dump:
         directory.parent.mkdir(parents=True, exist_ok=True)
         self._work = Path(tempfile.mkdtemp(prefix=".dump-", dir=directory.parent))
         self.graphs: list[GraphDump] = []
+        self._lock = threading.Lock()
 
     def graph(self) -> GraphDump:
         """Start the next graph."""
-        self.graphs.append(GraphDump(self._work / "graphs" / str(len(self.graphs))))
-        return self.graphs[-1]
+        with self._lock:
+            self.graphs.append(GraphDump(self._work / "graphs" / str(len(self.graphs))))
+            return self.graphs[-1]
+
+    def fail(self, gm: GraphModule, inputs: Sequence[Any], options: Options, error: Exception) -> None:
+        """A compilation failed: leave a script that repeats it, and say in the error where it is."""
+        unfinished = [graph for graph in self.graphs if graph.report is None and graph.error is None]
+        graph = unfinished[-1] if unfinished else self.graph()
+        graph.error = " ".join(str(error).split())
+        path = write_repro(graph.directory, gm, inputs, options, error)
+        graph.files.append(path.name)
+        final = self.directory / "graphs" / graph.name / path.name
+        if isinstance(error, CompileError):
+            error.args = (f"{error} (repeat it with: python {final})",)
+        else:
+            error.add_note(f"repeat it with: python {final}")  # Dynamo wraps the error, and shows no notes
+            log.error("%s: %s: repeat it with: python %s", type(error).__name__, graph.error, final)
+        self.update()
+
+    def update(self) -> None:
+        """Another graph is there; a dump that appears in one piece waits for :meth:`finish`."""
+
+    def _index(self) -> None:
+        """Write index, plan and pictures."""
+        facts = [graph.to_dict() for graph in self.graphs]
+        plan = {"about": self.about, "graphs": facts}
+        texts = {self._work / "plan.json": json.dumps(plan, indent=1) + "\n"}
+        for graph, each in zip(self.graphs, facts, strict=True):
+            if graph.report is not None:
+                texts[graph.directory.with_suffix(".svg")] = picture(each)
+        texts[self._work / "index.md"] = markdown(self.about, self.graphs, facts)
+        texts[self._work / "index.html"] = page(self.about, self.graphs, facts)
+        for path, text in texts.items():
+            part = path.with_name(f".{path.name}.part")
+            part.write_text(text, encoding="utf-8")
+            part.replace(path)
 
     def finish(self) -> None:
         """Write index and plan, and move everything to its place."""
-        facts = [graph.to_dict() for graph in self.graphs]
-        plan = {"about": self.about, "graphs": facts}
-        (self._work / "plan.json").write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
-        for graph, each in zip(self.graphs, facts, strict=True):
-            if graph.report is not None:
-                graph.directory.with_suffix(".svg").write_text(picture(each), encoding="utf-8")
-        (self._work / "index.md").write_text(markdown(self.about, self.graphs, facts), encoding="utf-8")
-        (self._work / "index.html").write_text(page(self.about, self.graphs, facts), encoding="utf-8")
+        self._index()
         self.directory.mkdir(exist_ok=True)
         for name in PARTS:
             old = self.directory / name
@@ -146,22 +185,62 @@ class Dump:
         shutil.rmtree(self._work, ignore_errors=True)
 
 
+class ProcessDump(Dump):
+    """The dump of a whole program (``GEMMA_NPU_DUMP=DIR``): written in place, whole after every graph and at exit.
+
+    A directory that another process has taken, or that holds an earlier dump, gets a folder with the process's number.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            (directory / "graphs").mkdir(parents=True)
+        except FileExistsError:
+            directory = directory / str(os.getpid())
+            (directory / "graphs").mkdir(parents=True)
+            log.warning("%s: there is a dump already, this process writes to %s", VARIABLE, directory)
+        self.directory, self._work, self.graphs = directory, directory, []
+        self.about = {"program": " ".join(sys.argv), "process": str(os.getpid())}
+        self._lock = threading.Lock()
+        atexit.register(self.update)
+
+    def update(self) -> None:
+        with self._lock:
+            self._index()
+
+
 _active = threading.local()
+_process: dict[str, ProcessDump] = {}
+_claim = threading.Lock()
 
 
 def current() -> Dump | None:
-    """The dump this thread writes to, if any."""
-    return getattr(_active, "dump", None)
+    """The dump this thread writes to, if any; else the program's."""
+    own: Dump | None = getattr(_active, "dump", None)
+    directory = os.environ.get(VARIABLE)
+    if own is not None or not directory:
+        return own
+    with _claim:
+        if directory not in _process:
+            _process[directory] = ProcessDump(Path(directory))
+        return _process[directory]
 
 
 @contextlib.contextmanager
 def dump_to(directory: Path, force: bool = False, about: Mapping[str, str] | None = None) -> Iterator[Dump]:
-    """Dump every graph this thread compiles inside the block; nothing is left behind if the block fails."""
-    dump, before = Dump(directory, force, about), current()
+    """Dump every graph this thread compiles inside the block. If a compilation fails, the dump says why.
+
+    Raises:
+        ValueError: the directory cannot be used.
+    """
+    dump, before = Dump(directory, force, about), getattr(_active, "dump", None)
     _active.dump = dump
     try:
         yield dump
         dump.finish()
+    except BaseException:
+        if any(graph.error is not None for graph in dump.graphs):
+            dump.finish()
+        raise
     finally:
         _active.dump = before
         dump.discard()
