@@ -51,6 +51,15 @@ def _labels(gm: GraphModule) -> list[tuple[str, bool]]:
     return labels
 
 
+def name_inputs(gm: GraphModule, labels: list[tuple[str, bool]]) -> None:
+    """Give AOT's inputs their argument index, what the user calls them, and whether an object holds them."""
+    inputs = placeholders(gm)
+    if len(labels) != len(inputs):  # AOT merged aliased inputs
+        labels = [(node.name, True) for node in inputs]
+    for index, (node, (label, held)) in enumerate(zip(inputs, labels, strict=True)):
+        node.meta.update(source=index, label=label, held=held)
+
+
 class Backend:
     """``torch.compile(fn, backend="gemma_npu")``; the entry point of ``torch_dynamo_backends``.
 
@@ -129,11 +138,7 @@ class Backend:
     def _build(
         self, gm: GraphModule, static: set[int], labels: list[tuple[str, bool]], options: Options, report: GraphReport
     ) -> GraphRunner:
-        inputs = placeholders(gm)
-        if len(labels) != len(inputs):  # AOT merged aliased inputs
-            labels = [(node.name, True) for node in inputs]
-        for index, (node, (label, held)) in enumerate(zip(inputs, labels, strict=True)):
-            node.meta.update(source=index, label=label, held=held)
+        name_inputs(gm, labels)
         target = platform(platform_for(device_of(gm), options.platform), options.capabilities)
         dump = current_dump()
         files = dump.graph() if dump is not None else None

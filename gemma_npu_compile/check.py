@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from gemma_npu_compile.backend import Backend
+from gemma_npu_compile.backend import Backend, name_inputs
 from gemma_npu_compile.capabilities import Platform, platform
 from gemma_npu_compile.graphs.plan import make_plan
 from gemma_npu_compile.graphs.runner import GraphRunner
@@ -65,10 +65,8 @@ class Traced(Backend):
         self.static: set[int] = set()
         self.args: list[Any] = []
 
-    def _build(self, gm: GraphModule, static: set[int], labels: list[str], *rest: Any) -> Any:
-        names = labels if len(labels) == len(placeholders(gm)) else [n.name for n in placeholders(gm)]
-        for index, (node, name) in enumerate(zip(placeholders(gm), names, strict=True)):
-            node.meta.update(source=index, label=name)
+    def _build(self, gm: GraphModule, static: set[int], labels: list[tuple[str, bool]], *rest: Any) -> Any:
+        name_inputs(gm, labels)
         self.graph, self.static = gm, static
 
         def run(args: list[Any]) -> Any:

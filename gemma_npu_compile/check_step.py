@@ -75,7 +75,8 @@ def trace(
     backend = Traced()
     eager, after = run_eager(step, inputs)
     with torch.no_grad():
-        traced = torch.compile(step, backend=backend, fullgraph=True, isolate_recompiles=True)(*inputs)  # type: ignore[call-overload]
+        compiled = torch.compile(step, backend=backend, fullgraph=True, isolate_recompiles=True)  # type: ignore[call-overload]
+        traced = call(compiled, inputs)
     assert backend.graph is not None
     checker = Checker(backend.graph, backend.static, backend.args, options, limits, _scratch(cache, backend.args))
     if any(each.is_floating_point() and bool(each.isnan().any()) for each in eager):
@@ -103,6 +104,12 @@ def step_inputs(step: DraftVerifyStep, state: StepState, seed: int) -> tuple[Any
     return state.tokens.to(device), hidden, lengths.to(device), tuple(t.to(device) for t in state.tables), lengths
 
 
+def call(run: Any, inputs: tuple[Any, ...]) -> StepOutput:
+    """Call a step, compiled or not, with what :func:`step_inputs` made."""
+    output: StepOutput = run(*inputs[:-1], host_len=inputs[-1])
+    return output
+
+
 def pools(cache: PagedKVCache) -> list[Tensor]:
     """All pools of a cache."""
     return [*cache.key_pools.values(), *cache.value_pools.values()]
@@ -112,7 +119,7 @@ def run_eager(step: DraftVerifyStep, inputs: tuple[Any, ...]) -> tuple[StepOutpu
     """Results of the step as plain PyTorch and the pools after it; the pools themselves stay as they are."""
     before = [pool.clone() for pool in pools(step.cache)]
     with torch.no_grad():
-        results = step(*inputs)
+        results = call(step, inputs)
     after = [pool.clone() for pool in pools(step.cache)]
     for pool, contents in zip(pools(step.cache), before, strict=True):
         pool.copy_(contents)

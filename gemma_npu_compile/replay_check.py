@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gemma_npu_compile.backend import Backend
 from gemma_npu_compile.check import TOLERANCES, difference
-from gemma_npu_compile.check_step import StepState, fill, pools, random_state, run_eager, step_inputs
+from gemma_npu_compile.check_step import StepState, call, fill, pools, random_state, run_eager, step_inputs
 from gemma_npu_compile.errors import ReplayError
 from gemma_npu_compile.graphs.plan import Input
 from gemma_npu_compile.graphs.runner import GraphRunner
@@ -106,7 +106,7 @@ class ReplayChecker:
         wanted, after = run_eager(self.step, inputs)
         mark_rows(*inputs)
         with torch.no_grad():
-            found = self._compiled(*inputs)
+            found = call(self._compiled, inputs)
         limits = TOLERANCES[self.cache.dtype]
         for name, a, b in zip(wanted._fields, wanted, found, strict=True):
             if not difference(a, b, limits)[0]:

@@ -254,5 +254,5 @@ def plan_step(
     given = {name: getattr(options, name) for name in options.__dataclass_fields__}
     compiled = torch.compile(step, backend=backend, fullgraph=True, options=given, isolate_recompiles=True)  # type: ignore[call-overload]
     with _no_collection():
-        compiled(token, hidden, seq_len, tables, host_len)
+        compiled(token, hidden, seq_len, tables, host_len=host_len)
     return report

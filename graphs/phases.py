@@ -1,10 +1,19 @@
 """Which phase of a step a node belongs to, for the ranges a profiler shows."""
 
+import contextlib
 from collections.abc import Sequence
 
+import torch
 from torch.fx import Node
 
 OTHER = "graph"
+
+
+def profiled(name: str) -> contextlib.AbstractContextManager[object]:
+    """A range of a profiler's trace; nothing where no profiler runs."""
+    if torch.autograd._profiler_enabled():
+        return torch.profiler.record_function(name)
+    return contextlib.nullcontext()
 
 
 def _model(node: Node) -> str | None:

@@ -25,11 +25,12 @@ def recorded(pair, tmp_path_factory):
         states.append((state.token.tolist(), list(state.lengths), engine.cache.block_tables(state.rows)))
         state = engine.decode(state)[0]
     token, hidden, seq_len, tables = state.token, state.hidden, state.seq_len, engine.cache.block_tables(state.rows)
-    (runner,) = engine._backend._runners
+    run = engine._run("greedy")
+    (runner,) = run.backend._runners
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(runner), "_run", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError), torch.no_grad():
-            engine._run(token, hidden, seq_len, tables, torch.tensor(state.lengths, dtype=torch.int32))
+            run.call(token, hidden, seq_len, tables, host_len=torch.tensor(state.lengths, dtype=torch.int32))
     states.append((token.tolist(), list(state.lengths), tables))
     return path, states, engine
 
