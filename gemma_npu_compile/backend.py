@@ -6,7 +6,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from torch._dynamo.backends.common import aot_autograd
@@ -17,8 +17,10 @@ import gemma_npu_compile.ops  # noqa: F401  (registers the dialect)
 from gemma_npu_compile.capabilities import platform
 from gemma_npu_compile.devices import platform_for
 from gemma_npu_compile.dump import current as current_dump
+from gemma_npu_compile.dump import observers
 from gemma_npu_compile.errors import CompileError
 from gemma_npu_compile.graphs.plan import make_plan
+from gemma_npu_compile.graphs.recorder import Recorder
 from gemma_npu_compile.graphs.runner import GraphRunner
 from gemma_npu_compile.ops.npu import emulate
 from gemma_npu_compile.options import Options
@@ -49,6 +51,16 @@ def _labels(gm: GraphModule) -> list[tuple[str, bool]]:
     return labels
 
 
+def name_inputs(gm: GraphModule, labels: list[tuple[str, bool]], static: Set[int] = frozenset()) -> None:
+    """Give AOT's inputs their argument index, what the user calls them, whether an object holds them, and whether
+    their addresses are static."""
+    inputs = placeholders(gm)
+    if len(labels) != len(inputs):  # AOT merged aliased inputs
+        labels = [(node.name, True) for node in inputs]
+    for index, (node, (label, held)) in enumerate(zip(inputs, labels, strict=True)):
+        node.meta.update(source=index, label=label, held=held, static=index in static)
+
+
 class Backend:
     """``torch.compile(fn, backend="gemma_npu")``; the entry point of ``torch_dynamo_backends``.
 
@@ -58,10 +70,14 @@ class Backend:
 
     __name__ = "gemma_npu"
 
-    def __init__(self, on_compile: Callable[[GraphReport], None] = lambda report: None) -> None:
-        """``on_compile`` is called with the report of every graph this backend compiles."""
+    def __init__(
+        self,
+        on_compile: Callable[[GraphReport], None] = lambda report: None,
+        runner: Callable[..., Any] = GraphRunner,
+    ) -> None:
+        """``on_compile`` is called with the report of every graph this backend compiles; ``runner`` runs it."""
         self.resets = 0
-        self._on_compile = on_compile
+        self._on_compile, self._runner = on_compile, runner
         self._runners: weakref.WeakSet[GraphRunner] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._frames: set[int | None] = set()
@@ -95,14 +111,21 @@ class Backend:
                 self._runners.add(runner)
             publish(report)
             self._on_compile(report)
-            return _boxed(runner)
+            recorder = Recorder(parsed.record, report.plan) if parsed.record and report.plan else None
+            return _boxed(runner, recorder)
 
         compiler = aot_autograd(
             fw_compiler=_refuse_training,
             inference_compiler=compile_inference,
             keep_inference_input_mutations=True,
         )
-        return compiler(gm, example_inputs)
+        try:
+            return compiler(gm, example_inputs)
+        except Exception as error:
+            dump = current_dump()
+            if dump is not None:
+                dump.fail(gm, example_inputs, parsed, error)
+            raise
 
     def _is_recompile(self) -> bool:
         """Whether this backend compiled the same code before (a guard failed, or another object runs it)."""
@@ -116,18 +139,13 @@ class Backend:
     def _build(
         self, gm: GraphModule, static: set[int], labels: list[tuple[str, bool]], options: Options, report: GraphReport
     ) -> GraphRunner:
-        inputs = placeholders(gm)
-        if len(labels) != len(inputs):  # AOT merged aliased inputs
-            labels = [(node.name, True) for node in inputs]
-        for index, (node, (label, held)) in enumerate(zip(inputs, labels, strict=True)):
-            node.meta.update(source=index, label=label, held=held, static=index in static)
+        name_inputs(gm, labels, static)
         target = platform(platform_for(device_of(gm), options.platform), options.capabilities)
         dump = current_dump()
         files = dump.graph() if dump is not None else None
-        if files is not None:
-            files.write("traced", gm)
+        after = observers(files)
+        after("traced", gm)
         start = time.perf_counter()
-        after = files.write if files is not None else None
         with emulate(target):
             report.passes = run_passes(
                 gm,
@@ -142,9 +160,10 @@ class Backend:
         report.seconds["passes"] = time.perf_counter() - start
         report.nodes = len(gm.graph.nodes)
         report.plan = make_plan(gm, static)
-        if files is not None:
-            files.report = report
-        return GraphRunner(gm, report.plan, options, report, target)
+        if dump is not None and files is not None:
+            files.finish(gm, report, options, target.name)
+            dump.update()
+        return self._runner(gm, report.plan, options, report, target)
 
     def reset(self) -> None:
         """Free every captured graph and its memory. Called by ``torch._dynamo.reset()``; may be called twice."""
@@ -157,11 +176,11 @@ class Backend:
                 runner.free()
 
 
-def _boxed(runner: GraphRunner) -> Callable[[list[Any]], list[Any]]:
+def _boxed(runner: GraphRunner, recorder: Recorder | None = None) -> Callable[[list[Any]], list[Any]]:
     """AOT's calling convention: one list of arguments, which the callee may empty."""
 
     def run(args: list[Any]) -> list[Any]:
-        results = runner(args)
+        results = runner(args) if recorder is None else recorder.call(runner, args)
         args.clear()
         return results
 

@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from gemma_npu_compile.errors import CompileError
@@ -49,6 +50,8 @@ class Options:
         max_query_len: a call of a model with a KV cache that brings more tokens a row is a prefill and runs uncaptured;
             so does the call that makes the cache.
         max_captures: captured graphs per compiled graph, for graphs whose inputs have no declared row padding.
+        record: a file that keeps the small inputs of the last 8 calls (tokens, lengths, block tables; never weights)
+            for ``gemma-npu check --state``. Graphs with one file name overwrite each other's.
         disable_passes: names of passes to leave out (``gemma_npu_compile.passes.PASSES``).
 
     Raises:
@@ -67,6 +70,7 @@ class Options:
     max_captures: int = 16
     disable_passes: tuple[str, ...] = field(default=())
     capabilities: str | None = None
+    record: str | None = None
 
     def __post_init__(self) -> None:
         if self.platform is not None:
@@ -81,6 +85,8 @@ class Options:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise CompileError(f"{name} is {value!r}, it must be a positive integer")
+        if self.record is not None and not Path(self.record).parent.is_dir():
+            raise CompileError(f"record is {self.record!r}: there is no directory {str(Path(self.record).parent)!r}")
         object.__setattr__(self, "capture_sizes", self._sizes())
         object.__setattr__(self, "disable_passes", self._pass_names())
 

@@ -9,6 +9,8 @@ says something about the device.
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import sympy
@@ -20,8 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gemma_npu_compile.errors import CaptureError, ReplayError
 from gemma_npu_compile.graphs.capturable import refuse_uncapturable
-from gemma_npu_compile.graphs.memory import Layout, Pool
-from gemma_npu_compile.graphs.plan import dim
+from gemma_npu_compile.graphs.memory import Pool, Sizes, Spec, fakes, plan_memory
+from gemma_npu_compile.graphs.phases import phase_of
 from gemma_npu_compile.ops.library import KERNELS, Kernel
 from gemma_npu_compile.passes.fx import is_view, where
 
@@ -39,14 +41,6 @@ class Task:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     check: Callable[..., None] = lambda *args, **kwargs: None
-
-
-@dataclass(frozen=True)
-class _Spec:
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    nbytes: int
 
 
 def _no_out(op: Callable[..., Any]) -> Callable[..., None]:
@@ -84,14 +78,12 @@ class HostGraph:
         self, gm: GraphModule, args: list[Any], values: dict[sympy.Symbol, int], pool: Pool, name: str = "graph"
     ) -> None:
         self.name = name
-        self._values = values
-        self._sizes: dict[sympy.Expr, int] = {}
         self.tasks: list[Task] = []
         args = [list(arg) if isinstance(arg, list) else arg for arg in args]
         self.host: list[list[int]] = [arg for arg in args if isinstance(arg, list)]
         nodes = list(gm.graph.nodes)
         refuse_uncapturable(nodes, name)
-        offsets, peak = self._plan_memory(nodes)
+        offsets, peak = plan_memory(nodes, Sizes(values, name))
         block = pool.take(peak)
         self._owned: list[Any] = [args, block]
         env: dict[Node, Any] = {}
@@ -107,6 +99,8 @@ class HostGraph:
             else:
                 self.outputs: list[Any] = [env[r] if isinstance(r, Node) else r for r in node.args[0]]  # type: ignore
         self._calls = [(t.kernel, t.args, t.kwargs) for t in self.tasks]
+        phases = phase_of(nodes)
+        self._phases = [phases[task.node] for task in self.tasks]
         self._readers = [
             [task for task in self.tasks if any(each is values for each in (*task.args, *task.kwargs.values()))]
             for values in self.host
@@ -115,8 +109,18 @@ class HostGraph:
     @torch.no_grad()
     def replay(self) -> None:
         """Run the recorded kernels once, in order."""
+        if torch.autograd._profiler_enabled():
+            self._replay_in_ranges()
+            return
         for kernel, args, kwargs in self._calls:
             kernel(*args, **kwargs)
+
+    def _replay_in_ranges(self) -> None:
+        """The same under a profiler: each run of tasks of one phase in a range of its name."""
+        for phase, calls in groupby(zip(self._phases, self._calls, strict=True), key=itemgetter(0)):
+            with torch.profiler.record_function(phase):
+                for _, (kernel, args, kwargs) in calls:
+                    kernel(*args, **kwargs)
 
     def update(self, index: int, values: list[int]) -> int:
         """Give the tasks that read host list ``index`` new contents; returns how many that were (0: nothing changed).
@@ -139,57 +143,6 @@ class HostGraph:
 
     # ---- capture
 
-    def _int(self, size: Any, node: Node) -> int:
-        expr = dim(size)
-        if isinstance(expr, int):
-            return expr
-        if expr not in self._sizes:
-            result = expr.xreplace(self._values)
-            if isinstance(result, sympy.Expr) and not result.is_number:
-                raise CaptureError(f"{self.name}: {where(node)} has a size known only from data ({expr})")
-            self._sizes[expr] = int(result)
-        return self._sizes[expr]
-
-    def _spec(self, fake: Tensor, node: Node) -> _Spec:
-        size = tuple(self._int(s, node) for s in fake.shape)
-        stride = tuple(self._int(s, node) for s in fake.stride())
-        span = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if all(size) else 0
-        return _Spec(size, stride, fake.dtype, span * fake.element_size())
-
-    def _fakes(self, node: Node) -> list[Tensor]:
-        return [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
-
-    def _allocates(self, node: Node) -> bool:
-        target = node.target
-        return isinstance(target, torch._ops.OpOverload) and not is_view(node) and not target._schema.is_mutable
-
-    def _plan_memory(self, nodes: list[Node]) -> tuple[dict[Node, list[tuple[int, _Spec]]], int]:
-        """An offset for every result, reused after the last node that reads it directly or through a view."""
-        owners: dict[Node, set[Node]] = {}
-        last: dict[Node, Node] = {}
-        for node in nodes:
-            used = {o for arg in node.all_input_nodes for o in owners.get(arg, ())}
-            if node.op == "call_function" and self._allocates(node):
-                owners[node] = {node}
-                last[node] = node
-            else:
-                owners[node] = used  # a view, a tuple element, or a written argument
-            for owner in used:
-                last[owner] = node
-        dying: dict[Node, list[Node]] = {}
-        for owner, node in last.items():
-            dying.setdefault(node, []).append(owner)
-        layout = Layout()
-        offsets: dict[Node, list[tuple[int, _Spec]]] = {}
-        for node in nodes:
-            if node in last:
-                specs = [self._spec(fake, node) for fake in self._fakes(node)]
-                offsets[node] = [(layout.place(spec.nbytes), spec) for spec in specs]
-            if node.op != "output":  # results outlive the graph
-                for owner in dying.get(node, ()):
-                    layout.release(offset for offset, _ in offsets[owner])
-        return offsets, layout.peak
-
     def _check(self, kernel: Kernel, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What an eager call checks every time, once: shapes and host numbers are frozen from here on."""
         try:
@@ -198,12 +151,12 @@ class HostGraph:
             raise CaptureError(f"{self.name}: {where(node)}: {error}") from None
 
     def _record(
-        self, node: Node, env: dict[Node, Any], offsets: dict[Node, list[tuple[int, _Spec]]], block: Tensor
+        self, node: Node, env: dict[Node, Any], offsets: dict[Node, list[tuple[int, Spec]]], block: Tensor
     ) -> Any:
         target: Any = node.target
         args, kwargs = tree_map_only(Node, env.__getitem__, (node.args, node.kwargs))
         tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
-        if not isinstance(target, torch._ops.OpOverload) or (not tensors and not self._fakes(node)):
+        if not isinstance(target, torch._ops.OpOverload) or (not tensors and not fakes(node)):
             return target(*args, **kwargs)  # host arithmetic and checks on sizes: done once, frozen
         if is_view(node):
             return target(*args, **kwargs)

@@ -1,9 +1,18 @@
 """One memory pool for all captured sizes, and where each intermediate of a graph lies in it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves
+
+from gemma_npu_compile.errors import CaptureError
+from gemma_npu_compile.graphs.plan import Values, dim
+from gemma_npu_compile.passes.fx import is_view, where
 
 ALIGNMENT = 64
 
@@ -59,3 +68,94 @@ class Layout:
         """End the life of the buffers at ``offsets``."""
         gone = set(offsets)
         self._live = [span for span in self._live if span[0] not in gone]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A tensor of one captured size; ``nbytes`` is the span of its strides."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+
+
+class Sizes:
+    """The numbers symbolic sizes stand for in one capture.
+
+    Args:
+        values: value of each symbol.
+        name: of the capture, for errors.
+    """
+
+    def __init__(self, values: Values, name: str = "graph") -> None:
+        self._values, self._name = values, name
+        self._known: dict[sympy.Expr, int] = {}
+
+    def number(self, size: Any, node: Node) -> int:
+        """``size`` of ``node`` as an integer.
+
+        Raises:
+            CaptureError: it is known only from data.
+        """
+        expr = dim(size)
+        if isinstance(expr, int):
+            return expr
+        if expr not in self._known:
+            result = expr.xreplace(self._values)
+            if isinstance(result, sympy.Expr) and not result.is_number:
+                raise CaptureError(f"{self._name}: {where(node)} has a size known only from data ({expr})")
+            self._known[expr] = int(result)
+        return self._known[expr]
+
+    def spec(self, fake: Tensor, node: Node) -> Spec:
+        """The tensor a fake value of ``node`` stands for."""
+        size = tuple(self.number(s, node) for s in fake.shape)
+        stride = tuple(self.number(s, node) for s in fake.stride())
+        span = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if all(size) else 0
+        return Spec(size, stride, fake.dtype, span * fake.element_size())
+
+
+def fakes(node: Node) -> list[Tensor]:
+    """The fake tensors a node results in."""
+    return [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
+
+
+def _allocates(node: Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and not is_view(node) and not target._schema.is_mutable
+
+
+def plan_memory(nodes: Sequence[Node], sizes: Sizes) -> tuple[dict[Node, list[tuple[int, Spec]]], int]:
+    """An offset for every result, reused after the last node that reads it directly or through a view.
+
+    Returns:
+        offset and tensor of each result of the nodes that allocate, and the bytes of the block they lie in.
+
+    Raises:
+        CaptureError: a size is known only from data; names the node.
+    """
+    owners: dict[Node, set[Node]] = {}
+    last: dict[Node, Node] = {}
+    for node in nodes:
+        used = {o for arg in node.all_input_nodes for o in owners.get(arg, ())}
+        if node.op == "call_function" and _allocates(node):
+            owners[node] = {node}
+            last[node] = node
+        else:
+            owners[node] = used  # a view, a tuple element, or a written argument
+        for owner in used:
+            last[owner] = node
+    dying: dict[Node, list[Node]] = {}
+    for owner, node in last.items():
+        dying.setdefault(node, []).append(owner)
+    layout = Layout()
+    offsets: dict[Node, list[tuple[int, Spec]]] = {}
+    for node in nodes:
+        if node in last:
+            specs = [sizes.spec(fake, node) for fake in fakes(node)]
+            offsets[node] = [(layout.place(spec.nbytes), spec) for spec in specs]
+        if node.op != "output":  # results outlive the graph
+            for owner in dying.get(node, ()):
+                layout.release(offset for offset, _ in offsets[owner])
+    return offsets, layout.peak

@@ -16,6 +16,7 @@ from gemma_npu_compile.devices import platform_for
 from gemma_npu_compile.errors import CaptureError, ReplayError
 from gemma_npu_compile.graphs.buffers import StableBuffers, copy_all
 from gemma_npu_compile.graphs.extras import Extras, MergedWeights, Read
+from gemma_npu_compile.graphs.phases import profiled
 from gemma_npu_compile.graphs.plan import Plan, Values, evaluate
 from gemma_npu_compile.graphs.runtime import Captured, Runtime, runtime_for
 from gemma_npu_compile.graphs.sizes import capture_sizes, size_for
@@ -134,10 +135,12 @@ class GraphRunner:
             self.report.eager_calls += 1
             return list(self.gm(*self._arguments(binding, args, buffers, sized)))
         graph = binding.graphs[self._key(sized)]
-        self.report.host_updates += self._update(graph, args, buffers, sized)
+        with profiled("update"):
+            self.report.host_updates += self._update(graph, args, buffers, sized)
         binding.merged.tensors(args)
         self._extras.numbers(values)
-        graph.replay()
+        with profiled("replay"):
+            graph.replay()
         self.report.replays += 1
         return graph.outputs
 

@@ -95,6 +95,7 @@ class PassRecord:
             "changed": self.changed,
             "seconds": self.seconds,
             "left": dict(self.left),
+            "nodes_before": self.nodes_before,
             "nodes": self.nodes_after,
             "launches": self.launches_after,
         }

@@ -5,21 +5,22 @@ import sys
 from collections.abc import Sequence
 
 from gemma_npu_compile import __version__
-from gemma_npu_compile.cli import acceptance, dump, env, explain, run
+from gemma_npu_compile.cli import acceptance, check, diff, dump, env, explain, replay_check, run
 from gemma_npu_compile.cli.common import Parser, common_flags, pair_flags, resolve
 from gemma_npu_compile.errors import CaptureError
 
-COMMANDS = {each.COMMAND.name: each.COMMAND for each in (run, acceptance, explain, dump, env)}
+COMMANDS = {
+    each.COMMAND.name: each.COMMAND for each in (run, acceptance, explain, dump, diff, check, replay_check, env)
+}
 
 
 def parser() -> Parser:
     """The command line."""
-    common, pair = common_flags(), pair_flags()
     top = Parser(prog="gemma-npu", description="run a pair, measure acceptance, show what was compiled")
     top.add_argument("--version", action="version", version=f"gemma-npu {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for each in COMMANDS.values():
-        parents = [common, pair] if each.pair else [common]
+        parents = [common_flags(), *([pair_flags()] if each.pair else [])]  # a command may change their defaults
         each.arguments(commands.add_parser(each.name, parents=parents, help=each.help))
     return top
 

@@ -1,29 +1,120 @@
-"""``gemma-npu dump``."""
+"""``gemma-npu dump``: a folder to look at, of the bundled pair, a checkpoint, a script, or a published shape."""
 
 import argparse
+import contextlib
+import runpy
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gemma_npu_compile.cli.common import Command, compile_step, step_sizes
+from gemma_npu_compile import __version__
+from gemma_npu_compile.cli.common import Command, UserError, compile_step, say, step_sizes
+
+
+@contextlib.contextmanager
+def _arguments_of(script: Path, given: list[str]) -> Iterator[None]:
+    """``sys.argv`` and the import path as ``python script given...`` has them; output goes to stderr."""
+    argv, path = sys.argv, list(sys.path)
+    sys.argv, sys.path[0] = [str(script), *given], str(script.resolve().parent)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.argv, sys.path[:] = argv, path
+
+
+def run_script(script: Path, given: list[str]) -> None:
+    """Run a program as ``python script given...`` would.
+
+    Raises:
+        UserError: there is no such file, or it exits with an error.
+    """
+    if not script.is_file():
+        raise UserError(f"--script {script}: no such file")
+    with _arguments_of(script, given):
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as error:
+            if error.code:
+                raise UserError(f"--script {script}: exited with {error.code}") from None
+
+
+def _shapes(args: argparse.Namespace) -> None:
+    from gemma_npu_compile.loading import DTYPES
+    from gemma_npu_compile.options import Options
+    from gemma_npu_compile.shapes import build, plan_step
+
+    say(f"building {args.shapes} on the meta device")
+    target, assistant = build(args.shapes, DTYPES[args.dtype], args.fold)
+    say("tracing the step")
+    plan_step(
+        target,
+        assistant,
+        args.num_draft_tokens,
+        max_rows=args.max_rows,
+        max_model_len=args.max_model_len,
+        options=Options(platform=args.platform, capture=not args.eager),
+    )
+
+
+def _about(args: argparse.Namespace) -> dict[str, str]:
+    what = f"{args.model} and {args.assistant}"
+    if args.script:
+        return {"script": " ".join(map(str, (args.script, *args.args))), "gemma_npu_compile": __version__}
+    if args.shapes:
+        from gemma_npu_compile.shapes import SHAPES
+
+        folded = ", one layer of each kind" if args.fold else ""
+        what = f"{args.shapes}, shapes only{folded}; its assistant: {SHAPES[args.shapes].source}"
+    sizes = f"{args.max_rows} rows of {args.max_model_len} tokens"
+    return {
+        "model": what,
+        "platform": f"{args.platform}, {args.dtype}",
+        "step": f"{args.num_draft_tokens} drafts, cache for {sizes}",
+        "gemma_npu_compile": __version__,
+    }
 
 
 def dump(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    """Write the graph after each pass, the plan and an index to a folder."""
+    """Write the page, the graph after each pass and the plan to a folder."""
     from gemma_npu_compile.dump import dump_to
 
-    with dump_to(args.out, args.force) as written:
-        compile_step(args)
+    if args.shapes and args.script:
+        raise UserError("--shapes and --script: give one of them")
+    if args.args and not args.script:
+        raise UserError(f"unexpected {' '.join(args.args)}: arguments behind -- belong to --script")
+    if args.fold and not args.shapes:
+        raise UserError("--fold folds the layers of --shapes")
+    if args.shapes:
+        from gemma_npu_compile.options import choice
+        from gemma_npu_compile.shapes import SHAPES
+
+        choice("--shapes", args.shapes, tuple(SHAPES))
+    args.dtype = args.dtype or ("bfloat16" if args.shapes else "float32")
+    with dump_to(args.out, args.force, _about(args)) as written:
+        if args.script:
+            run_script(args.script, args.args)
+        elif args.shapes:
+            _shapes(args)
+        else:
+            compile_step(args)
     return {"out": str(args.out), "graphs": len(written.graphs)}, 0
 
 
 def _show(answer: dict[str, Any]) -> None:
-    print(f"{answer['graphs']} graphs in {answer['out']}, start with index.md")
+    print(f"{answer['graphs']} graphs in {answer['out']}, start with index.html or index.md")
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--force", action="store_true", help="replace an earlier dump")
+    parser.add_argument("--script", type=Path, metavar="FILE.py", help="run a program, dump every graph it compiles")
+    parser.add_argument("--shapes", metavar="NAME", help="a published pair without weights: gemma-4-31b, 26b-a4b, ...")
+    parser.add_argument("--fold", action="store_true", help="with --shapes: one layer of each kind")
+    parser.add_argument("args", nargs="*", help=argparse.SUPPRESS)
+    parser.set_defaults(dtype=None)
     step_sizes(parser)
 
 
-COMMAND = Command("dump", "write the graph after each pass to a folder", dump, _show, _arguments)
+COMMAND = Command("dump", "write a page, the graph after each pass and the plan to a folder", dump, _show, _arguments)
