@@ -72,7 +72,7 @@ class PagedKVCache(Cache):
         text = config.get_text_config()
         capacity = Capacity(**sizes)
         self.max_rows, self.max_model_len, self.prefill_chunk = max_rows, max_model_len, prefill_chunk
-        self.dtype, self.device = dtype, torch.device(device)
+        self.dtype, self.device = dtype, torch.empty(0, device=device).device  # "npu" becomes npu:0
         self.groups, self.layer_groups = plan_groups(text, capacity, num_blocks, block_size)
         self.owners = {
             layer_type: layer
@@ -269,6 +269,12 @@ class PagedKVCache(Cache):
         self._shown = None
         del self._rows[row]
 
+    def _send(self, table: Tensor) -> Tensor:
+        """A copy on the cache's device that nobody waits for."""
+        if self.device.type == "npu":
+            table = table.pin_memory()  # its block is kept until the copy is done
+        return table.to(self.device, non_blocking=True)
+
     def block_tables(self, rows: Sequence[int]) -> tuple[Tensor, ...]:
         """One ``(len(rows), width)`` int32 table per group, on the cache's device; entries without a block are 0.
 
@@ -278,5 +284,5 @@ class PagedKVCache(Cache):
         wanted = tuple(row for row in rows if self._row(row))
         if self._shown is None or self._shown[0] != wanted:
             index = torch.tensor(wanted, dtype=torch.long)
-            self._shown = wanted, tuple(table[index].to(self.device) for table in self._tables)
+            self._shown = wanted, tuple(self._send(table[index]) for table in self._tables)
         return self._shown[1]

@@ -10,12 +10,15 @@ import contextlib
 import gc
 import operator
 import re
+import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
+import torch_npu
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_map_only
@@ -67,16 +70,23 @@ class _Task:
     lists: dict[str, int]
 
 
+_CAPTURING = threading.Lock()
+_ALIVE: "weakref.WeakSet[AclGraph]" = weakref.WeakSet()
+_ABANDONED: list[Any] = []
+"""Graphs whose capture never began: the host allocator goes on asking them, so they must not go."""
+
+
 @contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """Destroying another graph, which a collection may do, is not permitted while a capture is open."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+def _one_capture() -> Iterator[None]:
+    """One capture at a time; and destroying another graph, as a collection may, is not permitted inside."""
+    with _CAPTURING:
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if enabled:
+                gc.enable()
 
 
 class AclRuntime:
@@ -89,9 +99,9 @@ class AclRuntime:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream, self.updates = torch.npu.Stream(device), torch.npu.Stream(device)
-        self.live = 0
-        self._pool = torch.npu.graph_pool_handle()
+        self.alive: weakref.WeakSet[AclGraph] = weakref.WeakSet()
         self._workspace: Tensor | None = None
+        self._renew()
         self._last: Any = None
 
     def capture(
@@ -108,7 +118,27 @@ class AclRuntime:
         self._last = current
 
     def begin(self, graph: Any) -> None:
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        """Begin a capture on the current stream; when that fails, the allocator is as it was."""
+        if not self.alive:
+            self._renew()
+        try:
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        except RuntimeError:
+            _ABANDONED.append(graph)
+            with contextlib.suppress(RuntimeError):
+                torch_npu._C._npu_endAllocateToPool(self.device.index, self._pool)
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Give up a capture's hold on the pool, which torch_npu keeps when beginning or ending it failed."""
+        with contextlib.suppress(RuntimeError):
+            torch_npu._C._npu_releasePool(self.device.index, self._pool)
+        self._renew()
+
+    def _renew(self) -> None:
+        """A new pool: one that no graph holds is gone for good, and a failure's is not to be trusted."""
+        self._pool, self._workspace = torch.npu.graph_pool_handle(), None
 
     def workspace(self, wanted: Tensor) -> Tensor:
         """One workspace for all tasks, which run one after the other: the largest so far."""
@@ -125,8 +155,8 @@ class AclRuntime:
     def free(self) -> None:
         """Wait for replays under way and give the pool back; captures must be gone."""
         torch.npu.synchronize(self.device)
-        self._workspace = self._last = None
-        self._pool = torch.npu.graph_pool_handle()
+        self._last = None
+        self._renew()
 
 
 class AclGraph:
@@ -155,31 +185,50 @@ class AclGraph:
         self._readers: list[list[_Task]] = [[] for _ in self.host]
         nodes = list(gm.graph.nodes)
         refuse_uncapturable(nodes, name)
-        self._refuse_other_devices(nodes, args)
+        self._refuse(nodes, args)
         self._graph = torch.npu.NPUGraph()
         self._node: Node | None = None
+        self.outputs: list[Any] = []
         torch.npu.synchronize(runtime.device)
-        error: Exception | None = None
-        with torch.npu.stream(runtime.stream), _without_collection():
+        why = self._capture(gm, nodes, args)
+        if why is not None:
+            raise CaptureError(why)
+        runtime.alive.add(self)
+        _ALIVE.add(self)
+
+    def _capture(self, gm: GraphModule, nodes: list[Node], args: list[Any]) -> str | None:
+        """Capture; or say why not. An exception is not kept: its frames hold memory of the pool."""
+        why = None
+        with torch.npu.stream(self._runtime.stream), _one_capture():
             try:
-                runtime.begin(self._graph)
-                self.outputs: list[Any] = self._run(gm, nodes, args)
-            except Exception as failed:  # whatever it was: the capture has to be closed
-                error = failed
+                self._runtime.begin(self._graph)
+            except RuntimeError as error:
+                return self._explain(error)
+            try:
+                self.outputs = self._run(gm, nodes, args)
+            except Exception as error:  # whatever it was: the capture has to be closed
+                why = self._explain(error)
             try:
                 self._graph.capture_end()
-            except RuntimeError as failed:
-                error = error or failed
-        if error is not None:
+            except RuntimeError as error:
+                why = why or self._explain(error)
+                self._runtime.release()
+        if why is not None:
+            self.outputs, self._readers = [], []
             self._graph.reset()
-            raise CaptureError(self._explain(error)) from error
-        runtime.live += 1
+        return why
 
     def __del__(self) -> None:
-        if hasattr(self, "outputs"):
-            self._runtime.live -= 1
+        with contextlib.suppress(Exception):  # at the end of the interpreter there may be nothing to wait for
+            torch.npu.synchronize(self._runtime.device)  # a replay under way still uses the graph
 
-    def _refuse_other_devices(self, nodes: list[Node], args: list[Any]) -> None:
+    def _refuse(self, nodes: list[Node], args: list[Any]) -> None:
+        """What only a device cannot capture: memory of another device, lengths that a kernel reads on the host."""
+        for node in nodes:
+            if node.target is torch.ops.gemma_npu.paged_attention.default:
+                raise CaptureError(
+                    f"{self.name}: {where(node)} was not lowered, and its kernel reads lengths on the host"
+                )
         for node, arg in zip(nodes, args, strict=False):
             if isinstance(arg, Tensor) and node.users and arg.device != self._runtime.device:
                 raise CaptureError(
@@ -192,7 +241,7 @@ class AclGraph:
         code = _EXHAUSTED.search(text)
         if code is not None:
             return (
-                f"{self.name}: the device is out of streams or events ({code[1]}) with {self._runtime.live} graphs "
+                f"{self.name}: the device is out of streams or events ({code[1]}) with {len(_ALIVE)} graphs "
                 "captured; capture fewer sizes (capture_sizes)"
             )
         at = f" at or shortly before {where(self._node)}" if self._node is not None else ""
@@ -264,17 +313,24 @@ class AclGraph:
         with torch.npu.stream(updates):
             for task in self._readers[index]:
                 fresh = {name: values if i == index else self.host[i] for name, i in task.lists.items()}
-                torch.npu.graph_task_update_begin(updates, task.handle)
                 try:
-                    task.op(*task.args, **{**task.kwargs, **fresh})
+                    self._reissue(task, {**task.kwargs, **fresh})
                 except RuntimeError as error:
                     raise ReplayError(f"{self.name}: {task.node}: {error}; nothing was run") from None
-                finally:
-                    with contextlib.suppress(RuntimeError):  # an update without its operator is refused, and ends
-                        torch.npu.graph_task_update_end(updates)
         current.wait_stream(updates)
         self.host[index] = list(values)
         return len(self._readers[index])
+
+    def _reissue(self, task: _Task, kwargs: dict[str, Any]) -> None:
+        stream = self._runtime.updates
+        torch.npu.graph_task_update_begin(stream, task.handle)
+        try:
+            task.op(*task.args, **kwargs)
+        except RuntimeError:
+            with contextlib.suppress(RuntimeError):  # an update without its operator is refused, and ends
+                torch.npu.graph_task_update_end(stream)
+            raise
+        torch.npu.graph_task_update_end(stream)  # with a task queue, this is where the operator's errors come out
 
     def replay(self) -> None:
         """Queue the graph on the current stream; does not wait for it."""

@@ -92,6 +92,7 @@ class GraphRunner:
         values = self.plan.values(args)
         sized = dict(values)
         with self._lock, torch.inference_mode(False), torch.no_grad(), emulate(self._platform):
+            self._runtime.order()
             if self.plan.rows is not None:
                 rows = values[self.plan.rows]
                 if rows == 0:
@@ -108,7 +109,6 @@ class GraphRunner:
                 return self._run_uncaptured(args)
             if self.plan.calls is not None and self.plan.calls.grows is not None:
                 return self._fall_back(self.plan.calls.grows, args)
-            self._runtime.order()
             binding = self._bind(args)
             key = self._key(sized)
             if self.options.capture and key not in binding.graphs:
@@ -264,25 +264,29 @@ class GraphRunner:
         """Compare a replay with the uncaptured graph before the capture is trusted (graphs/trust.py).
 
         Raises:
-            CaptureError: they differ; names the capture and the output.
+            CaptureError: they differ, or a replay fails on the device; names the capture and the output.
         """
         if self._unchecked is not None:
             self.report.unchecked = self._unchecked
             return
+        contents = "these inputs"
         if self.plan.rows is not None:
+            contents = "other tables and lengths"
             load_scratch(self.plan, buffers, args, sized[self.plan.rows])
-        self._update(graph, args, buffers, sized)
         scratch = Scratch(self.plan, args)
-        graph.replay()
-        found = [each.clone() if isinstance(each, torch.Tensor) else each for each in graph.outputs]
-        scratch.restore()
-        expected = list(self.gm(*self._arguments(binding, args, buffers, sized)))
-        scratch.restore()
-        wrong = first_difference(found, expected)
+        try:
+            self._update(graph, args, buffers, sized)
+            graph.replay()
+            found = [each.clone() if isinstance(each, torch.Tensor) else each for each in graph.outputs]
+            scratch.restore()
+            expected = list(self.gm(*self._arguments(binding, args, buffers, sized)))
+            wrong = first_difference(found, expected)
+        except (ReplayError, RuntimeError) as error:
+            raise CaptureError(f"{name}: its first replay, with {contents}, failed: {error}") from None
+        finally:
+            scratch.restore()
         if wrong is not None:
-            raise CaptureError(
-                f"{name}: a replay with other tables and lengths differs from the uncaptured graph in output {wrong}"
-            )
+            raise CaptureError(f"{name}: a replay with {contents} differs from the uncaptured graph in output {wrong}")
         self.report.checked += 1
 
     # ---- without a capture

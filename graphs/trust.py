@@ -65,7 +65,8 @@ def load_scratch(plan: Plan, buffers: StableBuffers, args: list[Any], size: int)
 
     A row grows by whole blocks of its scratch table, which repeats: its slots stay its own.
     """
-    step = max((host.block_size or 1 for host in plan.host), default=0)
+    blocks = [args[item.source].shape[1] for item in plan.inputs if item.role == "cache" and len(item.shape) == 4]
+    step = max(blocks, default=0)
     room = min((host.capacity for host in plan.host), default=0)
     odd = torch.arange(size) % 2
     for item in buffers.inputs:

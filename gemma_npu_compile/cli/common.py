@@ -65,7 +65,9 @@ def pair_flags() -> Parser:
     flags = Parser(add_help=False)
     flags.add_argument("--model", type=Path, default=TARGET_DIR, help="target directory (default: the bundled pair)")
     flags.add_argument("--assistant", type=Path, default=ASSISTANT_DIR, help="assistant directory")
-    flags.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    flags.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32, bfloat16 on an NPU"
+    )
     flags.add_argument("--device", help="cpu, npu or npu:N (default: npu where there is one)")
     flags.add_argument("--num-draft-tokens", type=positive, default=3, metavar="K")
     flags.add_argument("--eager", action="store_true", help="same step and lowering, not captured")
@@ -84,6 +86,8 @@ def resolve(args: argparse.Namespace) -> None:
         raise UserError(f"--device is {device!r}, torch finds {' and '.join({'cpu', default_device()})} here")
     place = torch.device(device)
     args.device, args.platform = device, platform_for(place, args.platform)
+    if getattr(args, "dtype", "") is None:
+        args.dtype = "float32" if place.type == "cpu" else "bfloat16"
 
 
 def say(text: str) -> None:

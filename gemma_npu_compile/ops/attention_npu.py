@@ -36,10 +36,20 @@ def _one_query_mask(kv_lens: Tensor, window: int, keys: int) -> Tensor:
     return torch.logical_or(distance < 0, distance >= window)
 
 
+def _gathered(cache: Tensor, table: Tensor) -> Tensor:
+    """The blocks of a table as (rows, kv_heads, keys, head_dim)."""
+    rows = cache.index_select(0, table.flatten()).view(table.shape[0], -1, *cache.shape[2:])
+    return rows.transpose(1, 2).contiguous()
+
+
 def _attend(
     query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lens: list[int], scale: float, window: int | None
 ) -> Tensor:
-    """Attention of a BNSD query; a window reads its own blocks only."""
+    """Attention of a BNSD query; a window reads its own blocks only.
+
+    Several queries read gathered keys: whether a device takes them paged depends on the SoC, the head size and the
+    block size, and here a copy costs little beside the products.
+    """
     q_len, block_size = query.shape[2], keys.shape[1]
     if window is not None:
         reach = window + q_len - 1
@@ -50,23 +60,25 @@ def _attend(
         lens = [length - start * block_size for length, start in zip(lens, first, strict=True)]
     options = {}
     if q_len > 1:
+        table = table[:, : -(-max(lens) // block_size)]
+        caches = _gathered(keys, table), _gathered(values, table)
         options = {"atten_mask": _causal_mask(query.device), "sparse_mode": 3 if window is None else 4}
         if window is not None:
             options.update(pre_tokens=window - 1, next_tokens=0)
-    elif window is not None:
-        counts = torch.tensor(lens, dtype=torch.int32, device=query.device)
-        options = {"atten_mask": _one_query_mask(counts, window, table.shape[1] * block_size)}
+    else:
+        caches = keys.flatten(2), values.flatten(2)
+        options = {"block_table": table.contiguous(), "block_size": block_size}
+        if window is not None:
+            counts = torch.tensor(lens, dtype=torch.int32, device=query.device)
+            options["atten_mask"] = _one_query_mask(counts, window, table.shape[1] * block_size)
     return torch.ops.npu.npu_fused_infer_attention_score(
         query.contiguous(),
-        keys,
-        values,
+        *caches,
         actual_seq_lengths_kv=lens,
-        block_table=table.contiguous(),
         num_heads=query.shape[1],
-        num_key_value_heads=keys.shape[2] // query.shape[3],
+        num_key_value_heads=keys.shape[2],
         scale=scale,
         input_layout="BNSD",
-        block_size=block_size,
         **options,
     )[0]
 
@@ -97,7 +109,7 @@ def paged_attention_npu(
             f"paged_attention of layer {layer!r}: kv_lens has {max(lens)}, the table's {width} blocks of "
             f"{key_cache.shape[1]} hold {room}"
         )
-    keys, values = (cache.flatten(2) for cache in (key_cache, value_cache))
+    keys, values = key_cache, value_cache
     if layout == "BNSD":
         return _attend(query, keys, values, block_table, lens, scale, window)
     tokens = query.shape[0]

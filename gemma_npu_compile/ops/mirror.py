@@ -35,6 +35,6 @@ def host_mirror(values: Tensor, host: Tensor) -> Tensor:
             only read in buckets (``kv_lens="device"``): a step that is not read yet is counted as fully accepted.
 
     Raises:
-        ValueError: ``host`` is not on the CPU, or shapes or dtypes differ.
+        ValueError: ``host`` is not on the CPU, or dtypes or numbers of dimensions differ.
     """
     return getattr(torch.ops, NAMESPACE).host_mirror(values, host)

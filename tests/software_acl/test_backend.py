@@ -33,7 +33,7 @@ def test_thirty_two_requests(software_acl: Any, dtype: str) -> None:
     steps = result.trace.between("ready", "done")
     assert len(steps.replays) == len(steps.of("replayed")) == found["replays"]
     assert len({event["graph"] for event in steps.replays}) == len(sizes), "every size was replayed"
-    assert FUSED not in steps.launches or steps.launches[FUSED] % 2 == 0, "only prefills launch attention"
+    assert steps.launches[FUSED] == found["prefill_attention"], "no step launches attention"
     assert result.trace.error_codes == []
 
 
@@ -117,6 +117,7 @@ def test_one_step_in_the_trace(software_acl: Any) -> None:
     assert len(step.updates) == updates == 0
     assert step.of("memcpy"), "results are read"
     assert max(event["bytes"] for event in step.of("memcpy")) < 4096
+    assert not [event for event in step.of("memcpy") if event["kind"] == "host to device" and event.get("synchronous")]
     assert grown < pool, "nothing of the size of a cache is allocated"
     (capture,) = [event for event in result.trace.captures if event["graph"] == replay["graph"]]
     assert capture["ops"][SCATTER] == 2, "one write in place for each layer that owns a cache"
@@ -167,15 +168,14 @@ def test_task_updates(software_acl: Any, kv_lens: str) -> None:
     assert all(event["tasks"] == 1 and event["op"] == FUSED for event in trace.updates)
 
 
-@pytest.mark.parametrize("seed", ["0", "1", "2"])
-def test_acceptance(software_acl: Any, seed: str) -> None:
-    """Captured acceptance equals uncaptured acceptance in every process, whatever order its hashes give."""
+def test_acceptance(software_acl: Any) -> None:
+    """Captured acceptance equals uncaptured acceptance, and is the same in every process, whatever its hashes."""
     script = """
         import json
         import pairs, torch
         import gemma_npu_compile as gnc
         target, assistant = pairs.on_device()
-        ids = torch.stack(pairs.prompts(20, 20, 20)).cpu().npu()
+        ids = torch.randint(1, 128, (3, 20), generator=torch.Generator().manual_seed(0)).npu()
         found = []
         for capture in (True, False):
             _, stats = gnc.generate(target, ids, assistant_model=assistant, num_draft_tokens=2, max_new_tokens=24,
@@ -183,8 +183,11 @@ def test_acceptance(software_acl: Any, seed: str) -> None:
             found.append([stats.acceptance.to_dict(), stats.report.totals()["captures"]])
         print(json.dumps(found))
     """
-    result = run(software_acl, script, env={**FP32, "PYTHONHASHSEED": seed})
-    (captured, captures), (uncaptured, none) = result.last
-    assert (captures, none) == (2, 0)
-    assert captured == uncaptured
-    assert 0 < captured["accepted_per_pos"][0] <= captured["drafts"]
+    seen = []
+    for seed in ("0", "1", "2"):
+        (captured, captures), (uncaptured, none) = run(software_acl, script, env={**FP32, "PYTHONHASHSEED": seed}).last
+        assert (captures, none) == (2, 0)
+        assert captured == uncaptured
+        seen.append(captured)
+    assert seen[0] == seen[1] == seen[2]
+    assert 0 < seen[0]["accepted_per_pos"][0] < seen[0]["drafts"], "both outcomes occur"

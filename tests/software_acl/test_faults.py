@@ -15,7 +15,8 @@ def run(software_acl: Any, script: str, env: dict[str, str]) -> Any:
     head = (
         f"import sys; sys.path.insert(0, {str(SCRIPTS)!r})\nimport json, threading\nimport pairs, torch, software_acl\n"
     )
-    return software_acl.run(head + "import gemma_npu_compile as gnc\n" + textwrap.dedent(script), env=env, timeout=300)
+    head += "import gemma_npu_compile as gnc\nfrom gemma_npu_compile.errors import CaptureError\n"
+    return software_acl.run(head + textwrap.dedent(script), env=env, timeout=300)
 
 
 def test_the_device_runs_out_of_streams_at_the_third_of_five_sizes(software_acl: Any) -> None:
@@ -28,13 +29,16 @@ def test_the_device_runs_out_of_streams_at_the_third_of_five_sizes(software_acl:
         plain = gnc.Engine(target, assistant, 1, max_rows=6, max_model_len=256, compiled=False)
         given = pairs.prompts(5, 9, 14)
         expected = pairs.tokens(plain, given, 10)
+        torch.npu.empty_cache()
         before = torch.npu.memory_reserved()
         try:
             engine.warm_up()
-        except gnc.CaptureError as error:
+        except CaptureError as error:
             message = str(error)
         live = software_acl.live_graphs()
         torch._dynamo.reset()
+        torch.npu.empty_cache()
+        left = torch.npu.memory_reserved() - before
         engine = gnc.Engine(target, assistant, 1, max_rows=6, max_model_len=256, options=gnc.Options(**options))
         found = pairs.tokens(engine, given, 10)
         (report,) = engine.report.graphs
@@ -43,16 +47,17 @@ def test_the_device_runs_out_of_streams_at_the_third_of_five_sizes(software_acl:
             graph.capture_begin()
             torch.ones(4, device="npu") + 1
             graph.capture_end()
-        print(json.dumps([message, live, found == expected, report.captures, dict(report.fallbacks)]))
+        print(json.dumps([message, live, found == expected, report.captures, dict(report.fallbacks), left]))
     """
     result = run(software_acl, script, {**FP32, "SOFTWARE_ACL_GRAPHS": "2"})
-    message, live, equal, captures, fallbacks = result.last
+    message, live, equal, captures, fallbacks, left = result.last
     assert message.startswith(
         "capture of 4 rows: the device is out of streams or events (207008) with 2 graphs captured"
     )
     assert "capture fewer sizes (capture_sizes)" in message
     assert (live, captures) == (0, 0), "the two graphs that were captured are given back"
     assert equal
+    assert left <= 2 << 20, "the pool of the captures before it is given back"
     ((reason, count),) = fallbacks.items()
     assert reason.startswith("capture of 4 rows: the device is out of streams")
     assert count > 5
@@ -70,7 +75,7 @@ def test_a_node_that_cannot_be_captured(software_acl: Any) -> None:
         try:
             with torch.no_grad():
                 compiled(x)
-        except gnc.CaptureError as error:
+        except CaptureError as error:
             message = str(error)
         torch._dynamo.reset()
         with torch.no_grad():
@@ -113,7 +118,7 @@ def test_inputs_on_two_devices(software_acl: Any) -> None:
 
 
 def test_threads_reset_and_memory(software_acl: Any) -> None:
-    """A replay from another thread; a reset while graphs exist; a wider table; and no byte more after ten rounds."""
+    """A replay from another thread; a reset while graphs exist; a wider table; and no byte more after three rounds."""
     script = """
         target, assistant = pairs.on_device()
         engine = gnc.Engine(target, assistant, 1, max_rows=4, max_model_len=256)
@@ -132,7 +137,7 @@ def test_threads_reset_and_memory(software_acl: Any) -> None:
         for row in state.rows:
             engine.cache.release(row)
         live, sizes = [software_acl.live_graphs()], []
-        for _ in range(10):
+        for _ in range(3):
             torch._dynamo.reset()
             live.append(software_acl.live_graphs())
             found.append(pairs.tokens(engine, given, 12))
@@ -142,11 +147,11 @@ def test_threads_reset_and_memory(software_acl: Any) -> None:
     """
     result = run(software_acl, script, FP32)
     equal, message, live, sizes = result.last
-    assert equal == [True] * 11
-    assert "blocks wide" in message or "wide" in message
+    assert equal == [True] * 4
+    assert "blocks wide" in message
     assert not result.trace.between("wide", "wide end").replays
-    assert live == [2] + [0] * 10
-    assert len(set(sizes[2:])) == 1
+    assert live == [2] + [0] * 3
+    assert len(set(sizes)) == 1
 
 
 def test_a_replay_without_an_update_ends(software_acl: Any) -> None:

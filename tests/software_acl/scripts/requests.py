@@ -20,26 +20,28 @@ expected = [plain_greedy(target, each.tolist(), NEW, [], 0) for each in given] i
 target, assistant = target.to("npu", dtype), assistant.to("npu", dtype)
 
 
-def run(capture: bool) -> tuple[list[list[int]], gnc.Engine]:
+def run(capture: bool) -> tuple[list[list[int]], gnc.Engine, int]:
     options = gnc.Options(capture=capture, capture_sizes=tuple(range(1, 13)), on_fallback="error")
     engine = gnc.Engine(target, assistant, 3, max_rows=12, max_model_len=256, options=options)
     engine.warm_up()
     engine.report.graphs[0].replays = 0  # the warm-up's
     software_acl.mark("ready" if capture else "uncaptured ready")
-    found, start = [], 0
+    found, start, prefills = [], 0, 0
     for rows in range(1, 13):  # every number of rows once
         pairs.tokens(engine, [each.npu() for each in given[:rows]], 2)
+        prefills += len(set(lengths[:rows]))
     for count in BATCHES:
         found += pairs.tokens(engine, [each.npu() for each in given[start : start + count]], NEW)
+        prefills += len(set(lengths[start : start + count]))
         start += count
     software_acl.mark("done" if capture else "uncaptured done")
-    return found, engine
+    return found, engine, prefills
 
 
-found, engine = run(capture=True)
+found, engine, prefills = run(capture=True)
 (report,) = engine.report.graphs
 if dtype != torch.float32:
-    expected, _ = run(capture=False)
+    expected, _, _ = run(capture=False)
 print(
     json.dumps(
         {
@@ -48,6 +50,7 @@ print(
             "checked": report.checked,
             "replays": report.replays,
             "fallbacks": dict(report.fallbacks),
+            "prefill_attention": 2 * prefills,  # a layer's prefill: one call for each number of queries in the chunk
         }
     )
 )
