@@ -148,6 +148,7 @@ MISTAKES = [
     (["run", "--platform", "ascend910"], "invalid choice: 'ascend910'"),
     (["run", "--model", "/nowhere"], "/nowhere is not a model directory"),
     (["run", "--device", "npu"], "device is 'npu'"),
+    (["run", "--verify", "--eager", "--dtype", "bfloat16"], "leave one out"),
     (["run", "--prompt", ""], "has no tokens"),
     (["run", "--chat"], "has no chat template"),
     (["run", "--num-draft-tokens", "17"], "num_draft_tokens is 17"),
