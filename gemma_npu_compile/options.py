@@ -11,6 +11,7 @@ PLATFORMS = ("ascend910b", "ascend910_93", "ascend950", "cpu")
 ON_FALLBACK = ("warn", "error")
 KV_LENS = ("device", "host")
 VERIFY_ATTENTION = ("paged", "dense")
+ENGINES = ("aclgraph", "torchair")
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
@@ -32,6 +33,8 @@ class Options:
     Attributes:
         platform: the SoC to compile for. None for the device's own; on a CPU that is ``ascend910b``, whose graph is
             executed with CPU kernels of its operators.
+        engine: what captures on an NPU. ``"aclgraph"`` is this package's own runtime; ``"torchair"`` hands the final
+            graph to torch_npu's ``npugraph_ex``: same tokens, every host list updated in every replay.
         capture: False runs the same lowered graph without capturing it ("eager" in this project).
         capture_sizes: rows of the captured graphs; None for powers of two up to the rows the inputs were made for
             (``max_rows`` of the cache). That ceiling is always added. Size 1 becomes 2: torch traces one row apart.
@@ -56,6 +59,7 @@ class Options:
     """
 
     platform: str | None = None
+    engine: str = "aclgraph"
     capture: bool = True
     capture_sizes: tuple[int, ...] | None = None
     kv_lens: str = "device"
@@ -71,6 +75,7 @@ class Options:
     def __post_init__(self) -> None:
         if self.platform is not None:
             choice("platform", self.platform, PLATFORMS)
+        choice("engine", self.engine, ENGINES)
         choice("kv_lens", self.kv_lens, KV_LENS)
         choice("verify_attention", self.verify_attention, VERIFY_ATTENTION)
         choice("on_fallback", self.on_fallback, ON_FALLBACK)

@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_map_only
 
 from gemma_npu_compile.errors import CaptureError, ReplayError
-from gemma_npu_compile.graphs.capturable import refuse_uncapturable
+from gemma_npu_compile.graphs.capturable import refuse_other_devices, refuse_uncapturable
 from gemma_npu_compile.passes.fx import where
 
 _EXHAUSTED = re.compile(r"\b(207005|207007|207008)\b")
@@ -68,7 +68,7 @@ class _Task:
 
 
 @contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
+def without_collection() -> Iterator[None]:
     """Destroying another graph, which a collection may do, is not permitted while a capture is open."""
     enabled = gc.isenabled()
     gc.disable()
@@ -155,12 +155,12 @@ class AclGraph:
         self._readers: list[list[_Task]] = [[] for _ in self.host]
         nodes = list(gm.graph.nodes)
         refuse_uncapturable(nodes, name)
-        self._refuse_other_devices(nodes, args)
+        refuse_other_devices(nodes, args, runtime.device, name)
         self._graph = torch.npu.NPUGraph()
         self._node: Node | None = None
         torch.npu.synchronize(runtime.device)
         error: Exception | None = None
-        with torch.npu.stream(runtime.stream), _without_collection():
+        with torch.npu.stream(runtime.stream), without_collection():
             try:
                 runtime.begin(self._graph)
                 self.outputs: list[Any] = self._run(gm, nodes, args)
@@ -178,14 +178,6 @@ class AclGraph:
     def __del__(self) -> None:
         if hasattr(self, "outputs"):
             self._runtime.live -= 1
-
-    def _refuse_other_devices(self, nodes: list[Node], args: list[Any]) -> None:
-        for node, arg in zip(nodes, args, strict=False):
-            if isinstance(arg, Tensor) and node.users and arg.device != self._runtime.device:
-                raise CaptureError(
-                    f"{self.name}: input {node.meta.get('label', node.name)} is on {arg.device}, the graph on "
-                    f"{self._runtime.device}: a capture would freeze what it holds now"
-                )
 
     def _explain(self, error: Exception) -> str:
         text = str(error).strip()
