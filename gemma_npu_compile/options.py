@@ -33,8 +33,6 @@ class Options:
     Attributes:
         platform: the SoC to compile for. None for the device's own; on a CPU that is ``ascend910b``, whose graph is
             executed with CPU kernels of its operators.
-        engine: what captures on an NPU. ``"aclgraph"`` is this package's own runtime; ``"torchair"`` hands the final
-            graph to torch_npu's ``npugraph_ex``: same tokens, every host list updated in every replay.
         capture: False runs the same lowered graph without capturing it ("eager" in this project).
         capture_sizes: rows of the captured graphs; None for powers of two up to the rows the inputs were made for
             (``max_rows`` of the cache). That ceiling is always added. Size 1 becomes 2: torch traces one row apart.
@@ -53,13 +51,14 @@ class Options:
             so does the call that makes the cache.
         max_captures: captured graphs per compiled graph, for graphs whose inputs have no declared row padding.
         disable_passes: names of passes to leave out (``gemma_npu_compile.passes.PASSES``).
+        engine: what captures on an NPU. ``"aclgraph"`` is this package's own runtime; ``"torchair"`` hands the final
+            graph to torch_npu's ``npugraph_ex``: same tokens, every host list updated in every replay.
 
     Raises:
         CompileError: (a ValueError) an unknown name or an impossible value.
     """
 
     platform: str | None = None
-    engine: str = "aclgraph"
     capture: bool = True
     capture_sizes: tuple[int, ...] | None = None
     kv_lens: str = "device"
@@ -71,6 +70,7 @@ class Options:
     max_captures: int = 16
     disable_passes: tuple[str, ...] = field(default=())
     capabilities: str | None = None
+    engine: str = "aclgraph"
 
     def __post_init__(self) -> None:
         if self.platform is not None:

@@ -14,7 +14,6 @@ import importlib.util
 import operator
 import signal
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import sympy
@@ -142,8 +141,8 @@ class TorchairRuntime(AclRuntime):
         """Record ``gm`` on ``args``; see :class:`TorchairGraph`."""
         return TorchairGraph(gm, args, self, name)
 
-    def compile(self, graph: Graph, mode: FakeTensorMode, fakes: list[Any]) -> Callable[..., Any]:
-        """npugraph_ex's own callable for a graph: captures when it meets new addresses, else replays."""
+    def compile(self, graph: Graph, mode: FakeTensorMode, fakes: list[Any]) -> Any:
+        """npugraph_ex's ``AclGraph``: its ``compile`` captures, calling it replays."""
         npugraph_ex = importlib.import_module("npugraph_ex")
         compiler = importlib.import_module("npugraph_ex.npu_fx_compiler")
         config = npugraph_ex.CompilerConfig()
@@ -190,7 +189,7 @@ class TorchairGraph:
         torch.npu.synchronize(runtime.device)
         try:
             with without_collection():
-                self._graph: Any = runtime.compile(special.graph, mode, special.fakes)
+                self._graph = runtime.compile(special.graph, mode, special.fakes)
                 key = self._graph.compile(*self._inputs)
                 self.outputs: list[Any] = list(self._graph.graphs_meta[key].retained_outputs)
         except Exception as error:

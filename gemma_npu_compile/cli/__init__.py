@@ -5,11 +5,11 @@ import sys
 from collections.abc import Sequence
 
 from gemma_npu_compile import __version__
-from gemma_npu_compile.cli import acceptance, dump, env, explain, run
+from gemma_npu_compile.cli import acceptance, dump, env, explain, probe, run
 from gemma_npu_compile.cli.common import Parser, common_flags, pair_flags, resolve
 from gemma_npu_compile.errors import CaptureError
 
-COMMANDS = {each.COMMAND.name: each.COMMAND for each in (run, acceptance, explain, dump, env)}
+COMMANDS = {each.COMMAND.name: each.COMMAND for each in (run, acceptance, explain, dump, probe, env)}
 
 
 def parser() -> Parser:

@@ -22,7 +22,7 @@ def test_the_same_tokens(both: Any) -> None:
     assert ours["tokens"] == theirs["tokens"] == exact["tokens"]
     for found in (theirs, exact):
         assert (found["captures"], found["checked"], found["replays"]) == (2, 2, 13)  # the first warms up
-    assert ours["updates"] == 1, "one task, when its row crossed into the next bucket"
+    assert ours["updates"] == 4, "both tasks, for the first rows and when one crosses into its next bucket"
     assert theirs["updates"] == exact["updates"] == 2 * 13, "both tasks, in every replay"
     assert both.last["graphs"] == 0, "a reset destroys them all"
     assert both.trace.error_codes == []
