@@ -70,9 +70,8 @@ def runtime_for(device: torch.device, engine: str = "aclgraph") -> Runtime:
         CompileError: (a ValueError) engine ``"torchair"`` where torch_npu's graph compiler is missing.
     """
     if engine == "torchair":
-        from gemma_npu_compile.graphs.torchair import TorchairRuntime, require_npugraph_ex
+        from gemma_npu_compile.graphs.torchair import TorchairRuntime
 
-        require_npugraph_ex(device)
         return TorchairRuntime(device)
     if device.type != "npu":
         return HostRuntime()

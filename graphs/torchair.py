@@ -6,7 +6,7 @@ cache writes are in place already, and host lists are spread into the integers i
 stable buffers, sizes and the check of a capture are those of every runtime.
 
 What differs behind that: it makes the tasks of fused attention wait in every replay and updates all of them each time,
-changed or not, and it does so behind the replay.
+changed or not, and it does so behind the replay: an update that the operator refuses leaves the replay waiting.
 """
 
 import importlib
@@ -199,6 +199,10 @@ class TorchairGraph:
         self._runtime = runtime
 
     def __del__(self) -> None:
+        if hasattr(self, "_graph"):  # which only a collection would free: it lies in a cycle
+            for each in self._graph.graphs_meta.values():
+                each.acl_graph.reset()
+            self._graph.graphs_meta.clear()
         if hasattr(self, "_runtime"):
             self._runtime.live -= 1
 

@@ -17,13 +17,12 @@ def both(software_acl: Any) -> Any:
 
 
 def test_the_same_tokens(both: Any) -> None:
-    """At two sizes, across a block that the first row fills, with lengths in buckets and exact."""
-    ours, theirs, exact = (both.last[name] for name in ("ours", "theirs", "theirs, exact lengths"))
-    assert ours["tokens"] == theirs["tokens"] == exact["tokens"]
-    for found in (theirs, exact):
-        assert (found["captures"], found["checked"], found["replays"]) == (2, 2, 13)  # the first warms up
+    """At two sizes, and across a block that the first row fills."""
+    ours, theirs = both.last["ours"], both.last["theirs"]
+    assert ours["tokens"] == theirs["tokens"]
+    assert (theirs["captures"], theirs["checked"], theirs["replays"]) == (2, 2, 13)  # the first warms up
     assert ours["updates"] == 4, "both tasks, for the first rows and when one crosses into its next bucket"
-    assert theirs["updates"] == exact["updates"] == 2 * 13, "both tasks, in every replay"
+    assert theirs["updates"] == 2 * 13, "both tasks, in every replay"
     assert both.last["graphs"] == 0, "a reset destroys them all"
     assert both.trace.error_codes == []
 
@@ -31,9 +30,7 @@ def test_the_same_tokens(both: Any) -> None:
 def test_no_cache_is_copied(both: Any) -> None:
     """Neither at a replay (a cache that is only read) nor inside a capture (one that is written)."""
     ours = both.trace.between("ours start", "theirs start").captures
-    theirs = [
-        each for each in both.trace.between("theirs start", "theirs, exact lengths start").captures if each["tasks"]
-    ]
+    theirs = [each for each in both.trace.between("theirs start", "end").captures if each["tasks"]]
     assert len(ours) == len(theirs) == 2
     for one, other in zip(ours, theirs, strict=True):
         assert other["ops"][COPY] == one["ops"][COPY]
@@ -47,7 +44,8 @@ def test_no_cache_is_copied(both: Any) -> None:
     step, of_ours = (both.trace.between(f"{name} 2", f"{name} 3") for name in ("theirs", "ours"))
     assert len(step.replays) == len(of_ours.replays) == 1
     assert not step.captures
-    assert step.launches == of_ours.launches == {COPY: step.launches[COPY]}, "small inputs and results, nothing else"
+    assert step.launches == of_ours.launches, "small inputs and results, which are copied for every runtime"
+    assert set(step.launches) <= {COPY, "aclnnForeachCopy", "aclnnCat"}
     assert [e["bytes"] for e in step.of("memcpy")] == [e["bytes"] for e in of_ours.of("memcpy")]
     assert sum(e["bytes"] for e in step.of("memcpy")) < 1024
     assert [len(step.updates), len(of_ours.updates)] == [2, 0]
