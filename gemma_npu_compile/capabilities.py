@@ -5,8 +5,7 @@ and a file can put rows in front of it (``options={"capabilities": FILE}``).
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +89,8 @@ class FusedOperator:
     Attributes:
         max_dim, dims, multiple: of the last axis.
         source: document behind the limits.
+        legal: False where the device does not have the operator.
+        error: what the device says, for an operator it does not have.
     """
 
     name: str
@@ -97,9 +98,13 @@ class FusedOperator:
     max_dim: int | None = None
     dims: tuple[int, ...] | None = None
     multiple: int = 1
+    legal: bool = True
+    error: str = ""
 
     def judge(self, last_dim: int) -> Verdict:
         """Whether the operator takes a last axis of ``last_dim``."""
+        if not self.legal:
+            return Verdict(False, self.error or f"{self.name} is missing", self.source)
         limits = (
             (self.max_dim is None or last_dim <= self.max_dim, f"at most {self.max_dim}"),
             (self.dims is None or last_dim in self.dims, f"one of {self.dims}"),
@@ -174,10 +179,20 @@ class Platform:
 _ONE = ("none", "causal", "full")  # one query ignores the sparse modes: a causal mask hides nothing, a band would
 _TND = ("none", "causal", "band")  # an explicit mask has an axis of queries per row, which packed queries lack
 _TND_ONE = ("none", "causal")
-_A2 = (
+_BNSD = (
     AttentionRule(True, DOCUMENT, "BNSD", None, 512, "1", True, block_multiple=16, block_max=512, masks=_ONE),
     AttentionRule(True, f"{DOCUMENT}; {TILING}", "BNSD", None, 512, ">1", True, block_multiple=128, block_max=512),
-    AttentionRule(True, DOCUMENT, "BNSD", None, 512, None, False),
+    AttentionRule(True, DOCUMENT, "BNSD", None, 512, "1", False, masks=_ONE),
+    AttentionRule(True, DOCUMENT, "BNSD", None, 512, ">1", False),
+)
+
+
+def _as(layout: str, *rules: AttentionRule) -> tuple[AttentionRule, ...]:
+    return tuple(replace(rule, layout=layout) for rule in rules)
+
+
+_A2 = (
+    *_BNSD,
     AttentionRule(
         False,
         f"{TILING}; {REPORT}",
@@ -198,17 +213,18 @@ _A2 = (
     AttentionRule(
         True, DOCUMENT, "TND", (64, 128, 192), None, ">1", True, block_multiple=128, block_max=512, masks=_TND
     ),
-    AttentionRule(True, DOCUMENT, "TND", (64, 128, 192), None, None, False, masks=_TND),
-    AttentionRule(True, DOCUMENT, "BSND", None, 512),
-    AttentionRule(True, DOCUMENT, "BSH", None, 512),
+    AttentionRule(True, DOCUMENT, "TND", (64, 128, 192), None, "1", False, masks=_TND_ONE),
+    AttentionRule(True, DOCUMENT, "TND", (64, 128, 192), None, ">1", False, masks=_TND),
+    *_as("BSND", *_BNSD),
+    *_as("BSH", *_BNSD),
 )
+_BNSD_A5 = (_BNSD[0], replace(_BNSD[1], source=DOCUMENT, block_max=1024), *_BNSD[2:])
 _A5 = (
-    _A2[0],
-    replace(_A2[1], source=DOCUMENT, block_max=1024),
-    _A2[2],
-    AttentionRule(True, "not excluded by " + DOCUMENT, "TND", None, 512, "1", None, 16, 1024, _TND_ONE),
-    AttentionRule(True, "not excluded by " + DOCUMENT, "TND", None, 512, ">1", None, 16, 1024, _TND),
-    *_A2[-2:],
+    *_BNSD_A5,
+    AttentionRule(True, "not excluded by " + DOCUMENT, "TND", None, 512, "1", None, 16, 512, _TND_ONE),
+    AttentionRule(True, "not excluded by " + DOCUMENT, "TND", None, 512, ">1", None, 128, 1024, _TND),
+    *_as("BSND", *_BNSD_A5),
+    *_as("BSH", *_BNSD_A5),
 )
 
 _FUSED = (
@@ -233,16 +249,19 @@ _TABLE = {
 assert tuple(_TABLE) == PLATFORMS
 
 
-def _rule(row: Mapping[str, Any], where: str) -> AttentionRule:
-    known = [f.name for f in fields(AttentionRule)]
+def _row(row: Any, kind: type, where: str) -> Any:
+    """One row of an override file as an object of ``kind``."""
+    known = [f.name for f in fields(kind)]
+    required = [f.name for f in fields(kind) if f.default is MISSING]
+    if not isinstance(row, dict):
+        raise CompileError(f"{where} is {row!r}, it must be an object with fields {', '.join(known)}")
     for name in row:
         if name not in known:
             raise CompileError(f"{where}: unknown field {name!r}{nearest(name, known)}; known are {', '.join(known)}")
-    for name in ("legal", "source"):
+    for name in required:
         if name not in row:
             raise CompileError(f"{where}: a rule needs {name!r}")
-    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
-    return AttentionRule(**values)
+    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()})
 
 
 def platform(name: str, overrides: str | Path | None = None) -> Platform:
@@ -250,8 +269,9 @@ def platform(name: str, overrides: str | Path | None = None) -> Platform:
 
     Args:
         name: one of ``PLATFORMS``.
-        overrides: a JSON file ``{"attention": [{"legal": true, "source": "...", "layout": "TND", ...}, ...]}``; fields
-            as in :class:`AttentionRule`.
+        overrides: a JSON file as ``gemma-npu probe`` writes it: ``{"attention": [{"legal": true, "source": "...",
+            "layout": "TND", ...}, ...], "operators": [{"name": "npu_geglu", "source": "...", "legal": false}, ...]}``;
+            fields as in :class:`AttentionRule` and :class:`FusedOperator`, ``"probe"`` is left alone.
 
     Raises:
         CompileError: the name is unknown, or the file cannot be used; names the rule and the field.
@@ -262,10 +282,19 @@ def platform(name: str, overrides: str | Path | None = None) -> Platform:
         return found
     try:
         data = json.loads(Path(overrides).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise CompileError(f"capabilities file {overrides}: {error}") from None
-    rows: Sequence[Any] = data.get("attention", []) if isinstance(data, dict) else []
-    if not isinstance(data, dict) or not isinstance(rows, list) or set(data) - {"attention"}:
-        raise CompileError(f'capabilities file {overrides} must hold {{"attention": [rules]}}')
-    rules = tuple(_rule(row, f"capabilities file {overrides}, rule {i}") for i, row in enumerate(rows))
-    return replace(found, attention=rules + found.attention)
+    kinds = {"attention": AttentionRule, "operators": FusedOperator}
+    lists = isinstance(data, dict) and all(isinstance(data.get(each, []), list) for each in kinds)
+    if not lists or set(data) - {*kinds, "probe"}:
+        raise CompileError(f'capabilities file {overrides} must hold {{"attention": [rules], "operators": [rules]}}')
+    rules = {
+        each: tuple(
+            _row(row, kind, f"capabilities file {overrides}, {'' if each == 'attention' else 'operator '}rule {index}")
+            for index, row in enumerate(data.get(each, []))
+        )
+        for each, kind in kinds.items()
+    }
+    return replace(
+        found, attention=rules["attention"] + found.attention, operators=rules["operators"] + found.operators
+    )

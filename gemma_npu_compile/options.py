@@ -12,6 +12,7 @@ PLATFORMS = ("ascend910b", "ascend910_93", "ascend950", "cpu")
 ON_FALLBACK = ("warn", "error")
 KV_LENS = ("device", "host")
 VERIFY_ATTENTION = ("paged", "dense")
+ENGINES = ("aclgraph", "torchair")
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
@@ -53,6 +54,8 @@ class Options:
         record: a file that keeps the small inputs of the last 8 calls (tokens, lengths, block tables; never weights)
             for ``gemma-npu check --state``. Graphs with one file name overwrite each other's.
         disable_passes: names of passes to leave out (``gemma_npu_compile.passes.PASSES``).
+        engine: what captures on an NPU. ``"aclgraph"`` is this package's own runtime; ``"torchair"`` hands the final
+            graph to torch_npu's ``npugraph_ex``: same tokens, every host list updated in every replay.
 
     Raises:
         CompileError: (a ValueError) an unknown name or an impossible value.
@@ -71,10 +74,12 @@ class Options:
     disable_passes: tuple[str, ...] = field(default=())
     capabilities: str | None = None
     record: str | None = None
+    engine: str = "aclgraph"
 
     def __post_init__(self) -> None:
         if self.platform is not None:
             choice("platform", self.platform, PLATFORMS)
+        choice("engine", self.engine, ENGINES)
         choice("kv_lens", self.kv_lens, KV_LENS)
         choice("verify_attention", self.verify_attention, VERIFY_ATTENTION)
         choice("on_fallback", self.on_fallback, ON_FALLBACK)

@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_map_only
 
 from gemma_npu_compile.errors import CaptureError, ReplayError
-from gemma_npu_compile.graphs.capturable import refuse_uncapturable
+from gemma_npu_compile.graphs.capturable import refuse_other_devices, refuse_uncapturable
 from gemma_npu_compile.passes.fx import where
 
 _EXHAUSTED = re.compile(r"\b(207005|207007|207008)\b")
@@ -77,7 +77,7 @@ _ABANDONED: list[Any] = []
 
 
 @contextlib.contextmanager
-def _one_capture() -> Iterator[None]:
+def one_capture() -> Iterator[None]:
     """One capture at a time; and destroying another graph, as a collection may, is not permitted inside."""
     with _CAPTURING:
         enabled = gc.isenabled()
@@ -99,9 +99,9 @@ class AclRuntime:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream, self.updates = torch.npu.Stream(device), torch.npu.Stream(device)
-        self.alive: weakref.WeakSet[AclGraph] = weakref.WeakSet()
+        self.alive: weakref.WeakSet[Any] = weakref.WeakSet()
         self._workspace: Tensor | None = None
-        self._renew()
+        self.renew()
         self._last: Any = None
 
     def capture(
@@ -120,7 +120,7 @@ class AclRuntime:
     def begin(self, graph: Any) -> None:
         """Begin a capture on the current stream; when that fails, the allocator is as it was."""
         if not self.alive:
-            self._renew()
+            self.renew()
         try:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         except RuntimeError:
@@ -134,9 +134,9 @@ class AclRuntime:
         """Give up a capture's hold on the pool, which torch_npu keeps when beginning or ending it failed."""
         with contextlib.suppress(RuntimeError):
             torch_npu._C._npu_releasePool(self.device.index, self._pool)
-        self._renew()
+        self.renew()
 
-    def _renew(self) -> None:
+    def renew(self) -> None:
         """A new pool: one that no graph holds is gone for good, and a failure's is not to be trusted."""
         self._pool, self._workspace = torch.npu.graph_pool_handle(), None
 
@@ -156,7 +156,7 @@ class AclRuntime:
         """Wait for replays under way and give the pool back; captures must be gone."""
         torch.npu.synchronize(self.device)
         self._last = None
-        self._renew()
+        self.renew()
 
 
 class AclGraph:
@@ -185,7 +185,8 @@ class AclGraph:
         self._readers: list[list[_Task]] = [[] for _ in self.host]
         nodes = list(gm.graph.nodes)
         refuse_uncapturable(nodes, name)
-        self._refuse(nodes, args)
+        self._refuse(nodes)
+        refuse_other_devices(nodes, args, runtime.device, name)
         self._graph = torch.npu.NPUGraph()
         self._node: Node | None = None
         self.outputs: list[Any] = []
@@ -199,7 +200,7 @@ class AclGraph:
     def _capture(self, gm: GraphModule, nodes: list[Node], args: list[Any]) -> str | None:
         """Capture; or say why not. An exception is not kept: its frames hold memory of the pool."""
         why = None
-        with torch.npu.stream(self._runtime.stream), _one_capture():
+        with torch.npu.stream(self._runtime.stream), one_capture():
             try:
                 self._runtime.begin(self._graph)
             except RuntimeError as error:
@@ -222,18 +223,12 @@ class AclGraph:
         with contextlib.suppress(Exception):  # at the end of the interpreter there may be nothing to wait for
             torch.npu.synchronize(self._runtime.device)  # a replay under way still uses the graph
 
-    def _refuse(self, nodes: list[Node], args: list[Any]) -> None:
-        """What only a device cannot capture: memory of another device, lengths that a kernel reads on the host."""
+    def _refuse(self, nodes: list[Node]) -> None:
+        """What only this runtime cannot capture: lengths that a kernel reads on the host."""
         for node in nodes:
             if node.target is torch.ops.gemma_npu.paged_attention.default:
                 raise CaptureError(
                     f"{self.name}: {where(node)} was not lowered, and its kernel reads lengths on the host"
-                )
-        for node, arg in zip(nodes, args, strict=False):
-            if isinstance(arg, Tensor) and node.users and arg.device != self._runtime.device:
-                raise CaptureError(
-                    f"{self.name}: input {node.meta.get('label', node.name)} is on {arg.device}, the graph on "
-                    f"{self._runtime.device}: a capture would freeze what it holds now"
                 )
 
     def _explain(self, error: Exception) -> str:

@@ -51,3 +51,17 @@ def refuse_uncapturable(nodes: Sequence[Node], name: str) -> None:
                 raise CaptureError(f"{name}: {where(node)} is not an operator; a capture cannot record it")
         elif target._schema.is_mutable and any(r.alias_info is None for r in target._schema.returns):
             raise CaptureError(f"{name}: {where(node)} writes to an argument and returns a new result")
+
+
+def refuse_other_devices(nodes: Sequence[Node], args: Sequence[Any], device: torch.device, name: str) -> None:
+    """Raise for the first tensor among ``args`` (of the placeholders, which stand first) that is not on ``device``.
+
+    Raises:
+        CaptureError: names the capture, the input and both devices.
+    """
+    for node, arg in zip(nodes, args, strict=False):
+        if isinstance(arg, Tensor) and node.users and arg.device != device:
+            raise CaptureError(
+                f"{name}: input {node.meta.get('label', node.name)} is on {arg.device}, the graph on {device}: a "
+                "capture would freeze what it holds now"
+            )

@@ -76,7 +76,7 @@ class GraphRunner:
         if plan.max_rows is not None:
             self.sizes = capture_sizes(options.capture_sizes, plan.max_rows)
         self._lock = threading.Lock()
-        self._runtime: Runtime = runtime_for(plan.device)
+        self._runtime: Runtime = runtime_for(plan.device, options.engine)
         self._unchecked = why_unchecked(gm, plan)
         self._static = [i for i in plan.inputs if i.static and i.role != "unused"]
         self._bindings: list[_Binding] = []  # least recently used first

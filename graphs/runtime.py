@@ -63,8 +63,16 @@ class HostRuntime:
         self._pool.free()
 
 
-def runtime_for(device: torch.device) -> Runtime:
-    """The runtime of a device: ACL graphs on an NPU, the host's everywhere else."""
+def runtime_for(device: torch.device, engine: str = "aclgraph") -> Runtime:
+    """The runtime of a device: ACL graphs on an NPU, the host's everywhere else.
+
+    Raises:
+        CompileError: (a ValueError) engine ``"torchair"`` where torch_npu's graph compiler is missing.
+    """
+    if engine == "torchair":
+        from gemma_npu_compile.graphs.torchair import TorchairRuntime
+
+        return TorchairRuntime(device)
     if device.type != "npu":
         return HostRuntime()
     from gemma_npu_compile.graphs.acl import AclRuntime

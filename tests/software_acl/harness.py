@@ -137,7 +137,7 @@ class Runner:
     work: Path
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-        """The environment of a script: nothing of a CANN installation, one thread for each kernel."""
+        """The environment of a script: this checkout, nothing of a CANN installation, one thread for each kernel."""
         inherited = {
             name: value for name, value in os.environ.items() if not name.startswith(("ASCEND", "SOFTWARE_ACL"))
         }
@@ -145,7 +145,7 @@ class Runner:
         return {
             **inherited,
             "LD_LIBRARY_PATH": str(self.libraries),
-            "PYTHONPATH": os.pathsep.join([str(self.torch_npu), str(HERE / "inside")]),
+            "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(self.torch_npu), str(HERE / "inside")]),
             "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
             "OMP_NUM_THREADS": "1",
             **(extra or {}),
