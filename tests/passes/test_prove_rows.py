@@ -235,7 +235,7 @@ def test_the_first_node_that_mixes_rows_is_named(name: str) -> None:
     assert report.plan.rows is None
     found = str(report.plan.unpadded)
     assert found.startswith(f"rows are not independent at {node}"), found
-    assert ".py\", line" in found
+    assert '.py", line' in found
     assert found.endswith(why), found
 
 
