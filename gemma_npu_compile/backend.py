@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import get_metrics_context
 from torch._guards import CompileContext, TracingContext
 from torch.fx import GraphModule
 
@@ -26,7 +27,7 @@ from gemma_npu_compile.ops.npu import emulate
 from gemma_npu_compile.options import Options
 from gemma_npu_compile.passes import run_passes
 from gemma_npu_compile.passes.fx import device_of, placeholders
-from gemma_npu_compile.report import GraphReport, publish
+from gemma_npu_compile.report import GraphBreak, GraphReport, publish
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,20 @@ def name_inputs(gm: GraphModule, labels: list[tuple[str, bool]], static: Set[int
         labels = [(node.name, True) for node in inputs]
     for index, (node, (label, held)) in enumerate(zip(inputs, labels, strict=True)):
         node.meta.update(source=index, label=label, held=held, static=index in static)
+
+
+def _graph_break(gm: GraphModule) -> GraphBreak | None:
+    """Why Dynamo ended this graph, if it was not the end of the function."""
+    reason: Any = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break or not reason.user_stack:
+        return None
+    frame = reason.user_stack[-1]
+    return GraphBreak(frame.filename, frame.lineno or 0, frame.line or "", reason.reason.strip().splitlines()[0])
+
+
+def _recompile_reason() -> str | None:
+    """The guard whose failure led to the compilation in progress, as Dynamo reports it."""
+    return getattr(get_metrics_context(), "_metrics", {}).get("recompile_reason")
 
 
 class Backend:
@@ -99,12 +114,13 @@ class Backend:
             raise CompileError(f"mode is {mode!r}: this backend has no modes, use options={{...}}")
         parsed = Options.parse(options)
         labels, recompile, start = _labels(gm), self._is_recompile(), time.perf_counter()
+        reason, broken = _recompile_reason() if recompile else None, _graph_break(gm)
 
         def compile_inference(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             context = TracingContext.try_get()
             metadata = context.fw_metadata if context is not None else None
             static = set(metadata.static_input_indices) if metadata is not None else set()
-            report = GraphReport(f"graph {CompileContext.current_compile_id()}", recompile)
+            report = GraphReport(f"graph {CompileContext.current_compile_id()}", recompile, reason, broken)
             report.seconds["aot"] = time.perf_counter() - start
             runner = self._build(graph, static, labels, parsed, report)
             with self._lock:

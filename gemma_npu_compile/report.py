@@ -12,12 +12,31 @@ if TYPE_CHECKING:
     from gemma_npu_compile.passes import PassRecord
 
 
+@dataclass(frozen=True)
+class GraphBreak:
+    """Where Dynamo had to stop tracing: the innermost line of the user's call, and the first sentence of the reason."""
+
+    file: str
+    line: int
+    code: str
+    reason: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {"file": self.file, "line": self.line, "code": self.code, "reason": self.reason}
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.code}: {self.reason}"
+
+
 @dataclass
 class GraphReport:
     """One compiled graph.
 
     Attributes:
         recompile: this compilation replaced an earlier one of the same code.
+        recompile_reason: the guard that failed, in Dynamo's words.
+        graph_break: why the graph ends before the function does; None when it does not.
         seconds: wall time of ``aot`` (from the backend's call to the inference graph), ``passes`` and ``capture``.
         captures: captured graphs.
         checked: captures of which a replay with other contents equalled the uncaptured graph before they were used.
@@ -32,6 +51,8 @@ class GraphReport:
 
     name: str
     recompile: bool = False
+    recompile_reason: str | None = None
+    graph_break: "GraphBreak | None" = None
     nodes: int = 0
     passes: "list[PassRecord]" = field(default_factory=list)
     plan: "Plan | None" = None
@@ -54,6 +75,8 @@ class GraphReport:
         return {
             "name": self.name,
             "recompile": self.recompile,
+            "recompile_reason": self.recompile_reason,
+            "break": self.graph_break.to_dict() if self.graph_break else None,
             "nodes": self.nodes,
             "passes": [p.to_dict() for p in self.passes],
             "bindings": [
@@ -78,6 +101,10 @@ class GraphReport:
 
     def lines(self) -> Iterator[str]:
         yield f"{self.name}: {self.nodes} nodes" + (" (recompiled)" if self.recompile else "")
+        if self.recompile_reason is not None:
+            yield f"  recompiled because of {self.recompile_reason}"
+        if self.graph_break is not None:
+            yield f"  graph break at {self.graph_break}"
         for record in self.passes:
             yield f"  pass {record}"
         for node in self.plan.attention if self.plan else ():
@@ -125,7 +152,15 @@ class CompileReport:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: the totals and every graph."""
         prefills = self.prefills + sum(g.prefills for g in self.graphs)
-        return {**self.totals(), "prefills": prefills, "graphs": [g.to_dict() for g in self.graphs]}
+        return {
+            **self.totals(),
+            "prefills": prefills,
+            "breaks": [{"graph": g.name, **g.graph_break.to_dict()} for g in self.graphs if g.graph_break],
+            "recompile_reasons": [
+                {"graph": g.name, "reason": g.recompile_reason} for g in self.graphs if g.recompile_reason
+            ],
+            "graphs": [g.to_dict() for g in self.graphs],
+        }
 
     def __str__(self) -> str:
         totals = self.totals()
@@ -158,15 +193,27 @@ def explain(fn: Callable[..., Any], **options: Any) -> Callable[..., CompileRepo
     """``explain(fn, **options)(*args)`` compiles ``fn`` with this backend, runs it once and returns the report.
 
     Args:
-        fn: a function or module; it is left as it was.
+        fn: a function or module, which is left as it was; or a loop of ``compile_loop``, which is run as it is.
         options: fields of :class:`Options`.
+
+    Raises:
+        ValueError: options for a loop, which has its own.
     """
     import torch
 
     from gemma_npu_compile.backend import Backend
 
+    own: CompileReport | None = getattr(fn, "report", None) if hasattr(fn, "compile_loop") else None
+    if own is not None and options:
+        raise ValueError(f"explain: this compile_loop has its options where it was decorated, not {sorted(options)}")
+
     def run(*args: Any, **kwargs: Any) -> CompileReport:
         with collect() as report:
+            if own is not None:
+                prefills, fallbacks = own.prefills, Counter(own.fallbacks)
+                fn(*args, **kwargs)
+                report.prefills, report.fallbacks = own.prefills - prefills, own.fallbacks - fallbacks
+                return report
             compiled = torch.compile(fn, backend=Backend(), options=dict(options), isolate_recompiles=True)  # type: ignore
             compiled(*args, **kwargs)
         return report

@@ -93,6 +93,12 @@ class GraphRunner:
         sized = dict(values)
         with self._lock, torch.inference_mode(False), torch.no_grad(), emulate(self._platform):
             self._runtime.order()
+            calls = self.plan.calls if self.options.capture else None
+            if calls is not None and calls.prefill(values, self.options.max_query_len):
+                self.report.prefills += 1
+                return self._run_uncaptured(args)
+            if calls is not None and calls.grows is not None:
+                return self._fall_back(calls.grows, args)
             if self.plan.rows is not None:
                 rows = values[self.plan.rows]
                 if rows == 0:
@@ -104,11 +110,6 @@ class GraphRunner:
             if self.plan.rows is None and not self.options.capture:
                 self.report.eager_calls += 1
                 return self._run_uncaptured(args)
-            if self.plan.calls is not None and self.plan.calls.prefill(values, self.options.max_query_len):
-                self.report.prefills += 1
-                return self._run_uncaptured(args)
-            if self.plan.calls is not None and self.plan.calls.grows is not None:
-                return self._fall_back(self.plan.calls.grows, args)
             binding = self._bind(args)
             key = self._key(sized)
             if self.options.capture and key not in binding.graphs:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gemma_npu_compile.backend import Backend
+from gemma_npu_compile.loops import compile_loop
 from gemma_npu_compile.ops import paged_attention, row_padding
 from gemma_npu_compile.passes import PASSES
 from gemma_npu_compile.report import CompileReport, GraphReport, collect, explain
@@ -137,3 +138,45 @@ def test_after_a_reset_nothing_is_a_recompile() -> None:
         torch._dynamo.reset()
         torch.compile(lambda x: x * 3, backend=backend)(torch.ones(2))
     assert [g.recompile for g in report.graphs] == [False, False]
+
+
+def test_breaks_and_recompiles_say_where_and_why() -> None:
+    def broken(x: Tensor) -> Tensor:
+        y = x * 2
+        torch._dynamo.graph_break()
+        return y + 1
+
+    backend = Backend()
+    run = torch.compile(broken, backend=backend)
+    with collect() as report:
+        run(torch.ones(2))
+        run(torch.ones(2, dtype=torch.float64))
+    found = json.loads(json.dumps(report.to_dict()))
+    assert [(b["code"], b["graph"]) for b in found["breaks"]] == [
+        ("torch._dynamo.graph_break()", report.graphs[0].name),
+        ("torch._dynamo.graph_break()", report.graphs[2].name),
+    ]
+    assert found["breaks"][0]["file"] == __file__
+    assert found["breaks"][0]["line"] == broken.__code__.co_firstlineno + 2
+    assert [g["break"] is None for g in found["graphs"]] == [False, True, False, True]
+    reasons = {each["graph"]: each["reason"] for each in found["recompile_reasons"]}
+    assert list(reasons) == [report.graphs[2].name, report.graphs[3].name]
+    assert "tensor 'x' dtype mismatch. expected Float, actual Double" in reasons[report.graphs[2].name]
+    text = str(report)
+    assert f"graph break at {__file__}:{broken.__code__.co_firstlineno + 2}: torch._dynamo.graph_break()" in text
+    assert "recompiled because of 0/0: tensor 'x' dtype mismatch" in text
+
+
+def test_explain_of_a_loop_counts_this_call_only() -> None:
+    class Model(torch.nn.Module):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return input_ids * 2
+
+    loop = compile_loop(lambda model, n: [model(torch.ones(1, each, dtype=torch.long)) for each in (n, 2)])
+    model = Model()
+    loop(model, 40)
+    report = explain(loop)(model, 50)
+    assert (report.prefills, report.graphs) == (1, []), "the graph was compiled by the first call"
+    assert loop.report.prefills == 2
+    with pytest.raises(ValueError, match="has its options where it was decorated, not \\['platform'\\]"):
+        explain(loop, platform="cpu")
