@@ -33,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         resolve(args)
         answer, code = command.run(args)
     except (ValueError, OSError, CaptureError) as error:
-        print(f"gemma-npu: {' '.join(str(error).split())}", file=sys.stderr)
+        message, _, _ = str(error).partition("\nSet TORCHDYNAMO_VERBOSE")  # Dynamo's advice on its own errors
+        print(f"gemma-npu: {' '.join(message.split())}", file=sys.stderr)
         return 2
     if args.json:
         print(json.dumps(answer))

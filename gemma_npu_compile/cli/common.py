@@ -1,8 +1,10 @@
 """What the commands of ``gemma-npu`` share: their form, flags, loading a pair, progress."""
 
 import argparse
+import contextlib
+import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -190,3 +192,31 @@ def print_acceptance(answer: dict[str, Any]) -> None:
     print(f"graphs      rows {graphs['sizes']}, {graphs['replays']} replays, {graphs['recompiles']} recompiles")
     for reason, count in graphs["fallbacks"].items():
         print(f"fallback    {count} times: {reason}")
+
+
+@contextlib.contextmanager
+def _arguments_of(script: Path, given: list[str]) -> Iterator[None]:
+    """``sys.argv`` and the import path as ``python script given...`` has them; output goes to stderr."""
+    argv, path = sys.argv, list(sys.path)
+    sys.argv, sys.path[0] = [str(script), *given], str(script.resolve().parent)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.argv, sys.path[:] = argv, path
+
+
+def run_script(script: Path, given: list[str]) -> None:
+    """Run a program as ``python script given...`` would.
+
+    Raises:
+        UserError: there is no such file, or it exits with an error.
+    """
+    if not script.is_file():
+        raise UserError(f"--script {script}: no such file")
+    with _arguments_of(script, given):
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as error:
+            if error.code:
+                raise UserError(f"--script {script}: exited with {error.code}") from None

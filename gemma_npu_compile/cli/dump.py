@@ -1,43 +1,11 @@
 """``gemma-npu dump``: a folder to look at, of the bundled pair, a checkpoint, a script, or a published shape."""
 
 import argparse
-import contextlib
-import runpy
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from gemma_npu_compile import __version__
-from gemma_npu_compile.cli.common import Command, UserError, compile_step, say, step_sizes
-
-
-@contextlib.contextmanager
-def _arguments_of(script: Path, given: list[str]) -> Iterator[None]:
-    """``sys.argv`` and the import path as ``python script given...`` has them; output goes to stderr."""
-    argv, path = sys.argv, list(sys.path)
-    sys.argv, sys.path[0] = [str(script), *given], str(script.resolve().parent)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        sys.argv, sys.path[:] = argv, path
-
-
-def run_script(script: Path, given: list[str]) -> None:
-    """Run a program as ``python script given...`` would.
-
-    Raises:
-        UserError: there is no such file, or it exits with an error.
-    """
-    if not script.is_file():
-        raise UserError(f"--script {script}: no such file")
-    with _arguments_of(script, given):
-        try:
-            runpy.run_path(str(script), run_name="__main__")
-        except SystemExit as error:
-            if error.code:
-                raise UserError(f"--script {script}: exited with {error.code}") from None
+from gemma_npu_compile.cli.common import Command, UserError, compile_step, run_script, say, step_sizes
 
 
 def _shapes(args: argparse.Namespace) -> None:

@@ -227,7 +227,7 @@ def current() -> Dump | None:
 
 @contextlib.contextmanager
 def dump_to(directory: Path, force: bool = False, about: Mapping[str, str] | None = None) -> Iterator[Dump]:
-    """Dump every graph this thread compiles inside the block. If a compilation fails, the dump says why.
+    """Dump every graph this thread compiles inside the block. If it fails, the graphs until then are dumped.
 
     Raises:
         ValueError: the directory cannot be used.
@@ -238,7 +238,7 @@ def dump_to(directory: Path, force: bool = False, about: Mapping[str, str] | Non
         yield dump
         dump.finish()
     except BaseException:
-        if any(graph.error is not None for graph in dump.graphs):
+        if dump.graphs:
             dump.finish()
         raise
     finally:
