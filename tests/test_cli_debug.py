@@ -6,7 +6,8 @@ import pytest
 
 from gemma_npu_compile import check_step, replay_check
 from gemma_npu_compile.check import Fault, Result
-from gemma_npu_compile.cli import main
+from gemma_npu_compile.cli import main, parser
+from gemma_npu_compile.cli.common import resolve
 from gemma_npu_compile.replay_check import Violation
 
 PROGRAM = """
@@ -109,3 +110,12 @@ def test_replay_check_counts_what_does_not_hold(monkeypatch, capsys):
     found.clear()
     assert main(["replay-check", "--replays", "5"]) == 0
     assert capsys.readouterr().out == "every invariant held in 5 replays\n"
+
+
+def test_shapes_are_traced_in_the_dtype_of_an_npu():
+    kinds = {}
+    for arguments in ([], ["--shapes", "e2b"], ["--shapes", "e2b", "--dtype", "float16"]):
+        args = parser().parse_args(["dump", "--out", "d", *arguments])
+        resolve(args)
+        kinds[" ".join(arguments)] = args.dtype
+    assert list(kinds.values()) == ["float32", "bfloat16", "float16"]

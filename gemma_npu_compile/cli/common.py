@@ -89,7 +89,8 @@ def resolve(args: argparse.Namespace) -> None:
     place = torch.device(device)
     args.device, args.platform = device, platform_for(place, args.platform)
     if getattr(args, "dtype", "") is None:
-        args.dtype = "float32" if place.type == "cpu" else "bfloat16"
+        shapes = getattr(args, "shapes", None)  # not run: what an NPU would compute in
+        args.dtype = "float32" if place.type == "cpu" and not shapes else "bfloat16"
 
 
 def say(text: str) -> None:

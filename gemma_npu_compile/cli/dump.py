@@ -59,7 +59,6 @@ def dump(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
         from gemma_npu_compile.shapes import SHAPES
 
         choice("--shapes", args.shapes, tuple(SHAPES))
-    args.dtype = args.dtype or ("bfloat16" if args.shapes else "float32")
     with dump_to(args.out, args.force, _about(args)) as written:
         if args.script:
             run_script(args.script, args.args)
@@ -81,7 +80,6 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", metavar="NAME", help="a published pair without weights: gemma-4-31b, 26b-a4b, ...")
     parser.add_argument("--fold", action="store_true", help="with --shapes: one layer of each kind")
     parser.add_argument("args", nargs="*", help=argparse.SUPPRESS)
-    parser.set_defaults(dtype=None)
     step_sizes(parser)
 
 
