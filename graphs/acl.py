@@ -27,6 +27,7 @@ from gemma_npu_compile.errors import CaptureError, ReplayError
 from gemma_npu_compile.graphs.capturable import refuse_other_devices, refuse_uncapturable
 from gemma_npu_compile.passes.fx import where
 
+npu: Any = torch.npu  # type: ignore[attr-defined]  # torch_npu puts it there
 _EXHAUSTED = re.compile(r"\b(207005|207007|207008)\b")
 _OUTPUT_OPTIONS = (
     ("input_layout", "quant_scale2", "block_table", "num_heads", "num_key_value_heads", "softmax_lse_flag"),
@@ -98,7 +99,7 @@ class AclRuntime:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream, self.updates = torch.npu.Stream(device), torch.npu.Stream(device)
+        self.stream, self.updates = npu.Stream(device), npu.Stream(device)
         self.alive: weakref.WeakSet[Any] = weakref.WeakSet()
         self._workspace: Tensor | None = None
         self.renew()
@@ -112,7 +113,7 @@ class AclRuntime:
 
     def order(self) -> None:
         """Let the current stream wait for the stream of the last replay, if that was another: buffers are shared."""
-        current = torch.npu.current_stream(self.device)
+        current = npu.current_stream(self.device)
         if self._last is not None and self._last != current:
             current.wait_stream(self._last)
         self._last = current
@@ -138,7 +139,7 @@ class AclRuntime:
 
     def renew(self) -> None:
         """A new pool: one that no graph holds is gone for good, and a failure's is not to be trusted."""
-        self._pool, self._workspace = torch.npu.graph_pool_handle(), None
+        self._pool, self._workspace = npu.graph_pool_handle(), None
 
     def workspace(self, wanted: Tensor) -> Tensor:
         """One workspace for all tasks, which run one after the other: the largest so far."""
@@ -149,12 +150,12 @@ class AclRuntime:
     @property
     def nbytes(self) -> int:
         """Bytes the allocator reserved for the pool."""
-        segments = torch.npu.memory_snapshot()
+        segments = npu.memory_snapshot()
         return sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) == tuple(self._pool))
 
     def free(self) -> None:
         """Wait for replays under way and give the pool back; captures must be gone."""
-        torch.npu.synchronize(self.device)
+        npu.synchronize(self.device)
         self._last = None
         self.renew()
 
@@ -187,10 +188,10 @@ class AclGraph:
         refuse_uncapturable(nodes, name)
         self._refuse(nodes)
         refuse_other_devices(nodes, args, runtime.device, name)
-        self._graph = torch.npu.NPUGraph()
+        self._graph = npu.NPUGraph()
         self._node: Node | None = None
         self.outputs: list[Any] = []
-        torch.npu.synchronize(runtime.device)
+        npu.synchronize(runtime.device)
         why = self._capture(gm, nodes, args)
         if why is not None:
             raise CaptureError(why)
@@ -200,7 +201,7 @@ class AclGraph:
     def _capture(self, gm: GraphModule, nodes: list[Node], args: list[Any]) -> str | None:
         """Capture; or say why not. An exception is not kept: its frames hold memory of the pool."""
         why = None
-        with torch.npu.stream(self._runtime.stream), one_capture():
+        with npu.stream(self._runtime.stream), one_capture():
             try:
                 self._runtime.begin(self._graph)
             except RuntimeError as error:
@@ -221,7 +222,7 @@ class AclGraph:
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # at the end of the interpreter there may be nothing to wait for
-            torch.npu.synchronize(self._runtime.device)  # a replay under way still uses the graph
+            npu.synchronize(self._runtime.device)  # a replay under way still uses the graph
 
     def _refuse(self, nodes: list[Node]) -> None:
         """What only this runtime cannot capture: lengths that a kernel reads on the host."""
@@ -258,7 +259,7 @@ class AclGraph:
                     lists[node] = len(lists)
                 continue
             if node.op == "get_attr":
-                env[node] = operator.attrgetter(node.target)(gm)
+                env[node] = operator.attrgetter(str(node.target))(gm)
                 self._owned.append(env[node])
                 continue
             given, named = tree_map_only(Node, env.__getitem__, (node.args, node.kwargs))
@@ -284,9 +285,9 @@ class AclGraph:
         if not read:
             fused.out(*args, **kwargs)
             return results
-        torch.npu.graph_task_group_begin(self._runtime.stream)
+        npu.graph_task_group_begin(self._runtime.stream)
         fused.out(*args, **kwargs)
-        handle = torch.npu.graph_task_group_end(self._runtime.stream)
+        handle = npu.graph_task_group_end(self._runtime.stream)
         task = _Task(where(node), handle, fused.out, args, kwargs, read)
         for index in read.values():
             self._readers[index].append(task)
@@ -302,10 +303,10 @@ class AclGraph:
         """
         if self.host[index] == values:
             return 0
-        updates, current = self._runtime.updates, torch.npu.current_stream(self._runtime.device)
+        updates, current = self._runtime.updates, npu.current_stream(self._runtime.device)
         updates.wait_stream(current)  # the replay under way still reads the old values
         self.host[index] = None
-        with torch.npu.stream(updates):
+        with npu.stream(updates):
             for task in self._readers[index]:
                 fresh = {name: values if i == index else self.host[i] for name, i in task.lists.items()}
                 try:
@@ -318,14 +319,14 @@ class AclGraph:
 
     def _reissue(self, task: _Task, kwargs: dict[str, Any]) -> None:
         stream = self._runtime.updates
-        torch.npu.graph_task_update_begin(stream, task.handle)
+        npu.graph_task_update_begin(stream, task.handle)
         try:
             task.op(*task.args, **kwargs)
         except RuntimeError:
             with contextlib.suppress(RuntimeError):  # an update without its operator is refused, and ends
-                torch.npu.graph_task_update_end(stream)
+                npu.graph_task_update_end(stream)
             raise
-        torch.npu.graph_task_update_end(stream)  # with a task queue, this is where the operator's errors come out
+        npu.graph_task_update_end(stream)  # with a task queue, this is where the operator's errors come out
 
     def replay(self) -> None:
         """Queue the graph on the current stream; does not wait for it."""
