@@ -40,12 +40,12 @@ def _refuse_training(gm: GraphModule, example_inputs: Sequence[Any]) -> Any:
 
 
 def _labels(gm: GraphModule) -> list[tuple[str, bool]]:
-    """What the user calls each input, Dynamo's source expression; and whether a module holds it."""
+    """What the user calls each input, Dynamo's source expression; and whether an object of the function holds it."""
     labels = []
     for node in placeholders(gm):
         source = getattr(node.meta.get("grapharg"), "source", None)
         label = node.name if source is None else str(source.name)
-        held = source is None or re.search(r"\._(?:parameters|buffers)\[", label) is not None
+        held = source is None or re.search(r"^L\['(?:self|fn)'\]|\._(?:parameters|buffers)\[", label) is not None
         label = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", label)
         label = re.sub(r"^L\['(\w+)'\]", r"\1", label)
         labels.append((re.sub(r"^(?:fn|self)\.", "", label), held))

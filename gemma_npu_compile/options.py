@@ -50,7 +50,8 @@ class Options:
         on_fallback: ``"warn"`` runs an uncaptured call and warns once per reason; ``"error"`` raises instead.
         max_query_len: a call of a model with a KV cache that brings more tokens a row is a prefill and runs uncaptured;
             so does the call that makes the cache.
-        max_captures: captured graphs per compiled graph, for graphs whose inputs have no declared row padding.
+        max_captures: captured graphs per compiled graph, for graphs whose inputs have no declared row padding; and
+            calls in a row that bring other caches, after which no more captures are made for those.
         record: a file that keeps the small inputs of the last 8 calls (tokens, lengths, block tables; never weights)
             for ``gemma-npu check --state``. Graphs with one file name overwrite each other's.
         disable_passes: names of passes to leave out (``gemma_npu_compile.passes.PASSES``).

@@ -36,6 +36,7 @@ class Input:
         shape: ints, or sympy expressions of the graph's symbols.
         padding: source index of the tensor that holds this input's padded rows.
         rows: axis of the rows and entries a row; of inputs that can be padded (with declared padding the first, and 1).
+        given: part of an object that is an argument of the call: it may be another one in the next call.
         layer, phase: of an attention node's own block table.
         group: of a block table, also of the one slots are computed from.
     """
@@ -49,6 +50,7 @@ class Input:
     dtype: torch.dtype | None
     padding: int | None = None
     rows: tuple[int, int] | None = None
+    given: bool = False
     layer: str | None = None
     phase: str | None = None
     group: str | None = None

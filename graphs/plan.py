@@ -198,6 +198,7 @@ def make_plan(gm: GraphModule, static: set[int]) -> Plan:
                 dtype=fake.dtype if isinstance(fake, torch.Tensor) else None,
                 padding=padding.meta["source"] if padding is not None else None,
                 rows=node.meta.get("rows"),
+                given=not node.meta.get("held", True) and "." in label(node),
                 layer=binding.layer if binding else None,
                 phase=binding.phase if binding else None,
                 group=group,

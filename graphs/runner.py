@@ -33,6 +33,11 @@ Key = tuple[int, ...]
 MAX_BINDINGS = 4
 """Objects (models, caches) one compiled graph keeps captures for; the least recently used makes room."""
 
+_MOVING = (
+    "inputs that a capture reads where they lie are elsewhere in every call (beam search moves its caches): no capture "
+    "would serve a second call"
+)
+
 
 @dataclass
 class _Binding:
@@ -80,6 +85,7 @@ class GraphRunner:
         self._unchecked = why_unchecked(gm, plan)
         self._static = [i for i in plan.inputs if i.static and i.role != "unused"]
         self._bindings: list[_Binding] = []  # least recently used first
+        self._misses = 0  # calls in a row that brought an object not seen before
         self._warned: set[str] = set()
 
     def __call__(self, args: list[Any]) -> list[Any]:
@@ -111,6 +117,8 @@ class GraphRunner:
                 self.report.eager_calls += 1
                 return self._run_uncaptured(args)
             binding = self._bind(args)
+            if self.options.capture and self._misses > self.options.max_captures:
+                return self._fall_back(_MOVING, args)
             key = self._key(sized)
             if self.options.capture and key not in binding.graphs:
                 reason = self._capture(binding, args, values, sized)
@@ -162,11 +170,13 @@ class GraphRunner:
         addresses = {i.source: args[i.source].data_ptr() for i in self._static}
         for index in range(len(self._bindings) - 1, -1, -1):
             if self._bindings[index].addresses == addresses:
+                self._misses = 0
                 if index + 1 < len(self._bindings):
                     self._bindings.append(self._bindings.pop(index))
                 return self._bindings[-1]
         for known in self._bindings:
             self._refuse_half_moved(known.addresses, addresses)
+        self._misses += 1
         self._bindings.append(_Binding(addresses, MergedWeights(self.plan)))
         del self._bindings[:-MAX_BINDINGS]
         return self._bindings[-1]
@@ -174,7 +184,7 @@ class GraphRunner:
     def _refuse_half_moved(self, known: dict[int, int], given: dict[int, int]) -> None:
         """Another object has all its caches, or all its weights, elsewhere; one moved among others is a mistake."""
         for role in dict.fromkeys(item.role for item in self._static):
-            items = [item for item in self._static if item.role == role]
+            items = [item for item in self._static if item.role == role and not item.given]
             moved = [item for item in items if known[item.source] != given[item.source]]
             if moved and len(moved) < len(items):
                 item = moved[0]

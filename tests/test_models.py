@@ -186,3 +186,42 @@ def test_transformers_compiles_the_decode_itself(make_pair: Any) -> None:
     assert torch.equal(found, expected)
     (graph,) = report.graphs
     assert (graph.prefills, graph.replays) == (0, NEW - 1)
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "left padding": {},
+    "sampling": {"do_sample": True, "top_k": 20, "temperature": 0.8},
+    "two sequences": {"do_sample": True, "num_return_sequences": 2},
+    "beams": {"num_beams": 2, "max_new_tokens": 40},
+    "penalty and end": {"repetition_penalty": 1.3, "eos_token_id": 7},
+    "everything returned": {"return_dict_in_generate": True, "output_hidden_states": True, "output_scores": True},
+    "chunked prefill": {"prefill_chunk_size": 4},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_of_generate(mode: str, make_pair: Any) -> None:
+    """What generate() does around the model is its own; the model answers as it does uncompiled."""
+    target = model("gemma4", make_pair)
+    ids = prompt(2, 9)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+
+    def run() -> Tensor:
+        torch.manual_seed(0)
+        given = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static", **MODES[mode]}
+        found = target.generate(ids, attention_mask=mask, **given)
+        return found if isinstance(found, Tensor) else found.sequences
+
+    expected = run()
+    with collect() as report:
+        target.forward = torch.compile(target.forward, backend="gemma_npu", options={"platform": "cpu"})
+        assert torch.equal(run(), expected)
+    assert report.totals()["replays"] >= 1
+    if mode == "beams":  # every step moves the cache
+        ((reason, count),) = report.totals()["fallbacks"].items()
+        assert "beam search moves its caches" in reason
+        assert count < 39
+    else:
+        assert report.totals()["fallbacks"] == {}
