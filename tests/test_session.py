@@ -67,6 +67,9 @@ def test_tokens_are_plain_greedy_whatever_runs_beside(session, pair, references,
                 assert not session.cancel(request)
         for request, tokens in session.step():
             got.setdefault(request, []).extend(tokens)
+        for request, longest in zip(session._active, session._state.lengths if session._state else (), strict=False):
+            if not request.finished:  # what the host assumes is exact, or ahead by the one step not read yet
+                assert longest == session.engine.cache.length(request.row) + 2 * session._depth
         admitted += [i for i, r in requests.items() if i not in admitted and (r.row is not None or r.tokens)]
         now += 1
     assert_empty(session)
