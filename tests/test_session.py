@@ -67,6 +67,12 @@ def test_tokens_are_plain_greedy_whatever_runs_beside(session, pair, references,
                 assert not session.cancel(request)
         for request, tokens in session.step():
             got.setdefault(request, []).extend(tokens)
+        for request, longest in zip(session._active, session._state.lengths if session._state else (), strict=False):
+            if not request.finished:  # what the host assumes is exact, or ahead by the one step not read yet
+                cache = session.engine.cache
+                assert longest == cache.length(request.row) + 2 * session._depth
+                held = [len(blocks) for blocks in cache._rows[request.row].blocks]
+                assert all(h <= n for h, n in zip(held, request.needs, strict=True)), "never more than was set aside"
         admitted += [i for i, r in requests.items() if i not in admitted and (r.row is not None or r.tokens)]
         now += 1
     assert_empty(session)
@@ -128,7 +134,8 @@ def test_the_oldest_waits_and_nobody_overtakes(session):
     """A small request behind one that does not fit is not let through."""
     big = [session.add(PROMPTS[4], max_new_tokens=NEW) for _ in range(3)]
     small = session.add(PROMPTS[0], max_new_tokens=9)
-    session.step()
+    for _ in range(4):
+        session.step()
     assert [r.row is not None for r in (*big, small)] == [True, True, False, False]
     assert (session.running, session.waiting) == (2, 2)
     assert session.cancel(big[2])
