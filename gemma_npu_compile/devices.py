@@ -31,7 +31,7 @@ def platform_for(device: torch.device, asked: str | None = None) -> str:
             raise CompileError(f"platform is 'cpu' for tensors on {device}: leave it out, or move the models")
         if asked is not None:
             return asked
-        name = torch.npu.get_device_name(device)
+        name = torch.npu.get_device_name(device)  # type: ignore[attr-defined]
         for prefix, found in _SOCS:
             if name.startswith(prefix):
                 return found

@@ -186,7 +186,7 @@ class TorchairGraph:
         self._inputs, self._lists = special.inputs, special.lists
         lists = [node for node, arg in zip(nodes, args, strict=False) if isinstance(arg, list)]
         self._readers = [len(node.users) for node in lists]
-        torch.npu.synchronize(runtime.device)
+        torch.npu.synchronize(runtime.device)  # type: ignore[attr-defined]
         try:
             with one_capture():
                 if not runtime.alive:

@@ -39,8 +39,11 @@ def test_the_examples_run(make_pair):
 def test_the_two_commands_are_what_ci_runs():
     text = README.read_text(encoding="utf-8")
     assert "pip install -e . && gemma-npu run\n" in text
-    assert "pip install -e '.[test]' && pytest\n" in text
-    assert "\npip install -e '.[test]' && pytest || exit 1\n" in (README.parent / ".ci" / "run").read_text()
+    assert "pip install -e '.[test]' && pytest -n 2 --dist loadfile\n" in text
+    assert (
+        "\npip install -e '.[test]' && pytest -n 2 --dist loadfile || exit 1\n"
+        in (README.parent / ".ci" / "run").read_text()
+    )
 
 
 def test_every_pass_is_described():

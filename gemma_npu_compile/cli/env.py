@@ -21,7 +21,8 @@ def _version(package: str) -> str | None:
 def _npus() -> list[str]:
     import torch
 
-    return [f"npu:{index} ({torch.npu.get_device_name(index)})" for index in range(torch.npu.device_count())]
+    npu: Any = torch.npu  # type: ignore[attr-defined]
+    return [f"npu:{index} ({npu.get_device_name(index)})" for index in range(npu.device_count())]
 
 
 def env(args: argparse.Namespace) -> tuple[dict[str, Any], int]:

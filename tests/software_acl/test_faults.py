@@ -12,9 +12,8 @@ FP32 = {"SOFTWARE_ACL_FP32": "1"}
 
 
 def run(software_acl: Any, script: str, env: dict[str, str]) -> Any:
-    head = (
-        f"import sys; sys.path.insert(0, {str(SCRIPTS)!r})\nimport gc, json, threading\nimport pairs, torch, software_acl\n"
-    )
+    head = f"import sys; sys.path.insert(0, {str(SCRIPTS)!r})\n"
+    head += "import gc, json, threading\nimport pairs, torch, software_acl\n"
     head += "import gemma_npu_compile as gnc\nfrom gemma_npu_compile.errors import CaptureError\n"
     return software_acl.run(head + textwrap.dedent(script), env=env, timeout=300)
 
