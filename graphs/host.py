@@ -43,6 +43,14 @@ class Task:
     check: Callable[..., None] = lambda *args, **kwargs: None
 
 
+def _out_form(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The out overload of a functional operator, where there is one."""
+    try:
+        return to_out_variant(op)
+    except RuntimeError:  # it takes operators such as __rshift__ for in-place ones
+        return None
+
+
 def _no_out(op: Callable[..., Any]) -> Callable[..., None]:
     """A kernel without an out form: run it, and copy its results to their fixed addresses."""
 
@@ -183,7 +191,7 @@ class HostGraph:
         if kernel is not None:
             into = buffers[0] if len(buffers) == 1 else tuple(buffers)
             self.tasks.append(Task(node.name, kernel.run, args, {**kwargs, "out": into}, kernel.check))
-        elif (out := to_out_variant(target)) is not None:
+        elif (out := _out_form(target)) is not None:
             names = get_out_arg_names(out)
             self.tasks.append(Task(node.name, out, args, {**kwargs, **dict(zip(names, buffers, strict=True))}))
         else:

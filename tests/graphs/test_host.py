@@ -75,6 +75,14 @@ def test_replay_reads_fixed_addresses() -> None:
     same(graph.outputs, [torch.arange(3.0) * 2 + torch.full((3, 1), 5.0)])
 
 
+def test_an_operator_that_looks_like_an_in_place_one() -> None:
+    x = torch.arange(8)
+    graph = capture(lambda x: [x >> 1, x & 3], x)
+    x.mul_(3)
+    graph.replay()
+    same(graph.outputs, [x >> 1, x & 3])
+
+
 def test_host_numbers_are_frozen_for_each_capture() -> None:
     def fn(x: Tensor, n: int) -> list[Tensor]:
         return [x * n, torch.full((2,), x.shape[0] + n), torch.arange(x.shape[0] * 2)]
