@@ -15,7 +15,6 @@ import operator
 from typing import Any
 
 import sympy
-import torch
 from torch import Tensor
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -149,13 +148,13 @@ class TorchairGraph:
         nodes = list(gm.graph.nodes)
         refuse_uncapturable(nodes, name)
         refuse_other_devices(nodes, args, runtime.device, name)
-        mode = FakeTensorMode()
-        special = _Specialiser(gm, args, mode)
-        self._inputs, self._lists = special.inputs, special.lists
         lists = [node for node, arg in zip(nodes, args, strict=False) if isinstance(arg, list)]
         self._readers = [len(node.users) for node in lists]
         npu.synchronize(runtime.device)
         try:
+            mode = FakeTensorMode()
+            special = _Specialiser(gm, args, mode)
+            self._inputs, self._lists = special.inputs, special.lists
             with one_capture():
                 if not runtime.alive:
                     runtime.renew()
