@@ -120,7 +120,8 @@ def ask(
 def _facts(target: Platform, device: str) -> dict[str, Any]:
     import torch
 
-    facts: dict[str, Any] = {"soc": torch.npu.get_device_name(device), "cann": None, "torch_npu": None}  # type: ignore[attr-defined]
+    soc = torch.get_device_module(device).get_device_name(device)
+    facts: dict[str, Any] = {"soc": soc, "cann": None, "torch_npu": None}
     with contextlib.suppress(ImportError, RuntimeError, AttributeError):
         from torch_npu.npu.utils import get_cann_version
 

@@ -70,6 +70,9 @@ def runtime_for(device: torch.device, engine: str = "aclgraph") -> Runtime:
         CompileError: (a ValueError) engine ``"torchair"`` where torch_npu's graph compiler is missing.
     """
     if engine == "torchair":
+        from gemma_npu_compile.graphs.npugraph_ex import require_npugraph_ex
+
+        require_npugraph_ex(device)
         from gemma_npu_compile.graphs.torchair import TorchairRuntime
 
         return TorchairRuntime(device)

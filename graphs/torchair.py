@@ -9,48 +9,22 @@ What differs behind that: it makes the tasks of fused attention wait in every re
 changed or not, and it does so behind the replay: an update that the operator refuses leaves the replay waiting.
 """
 
+import contextlib
 import importlib
-import importlib.util
 import operator
-import signal
-import threading
 from typing import Any
 
 import sympy
-import torch
 from torch import Tensor
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_any, tree_map_only
 
-from gemma_npu_compile.errors import CaptureError, CompileError
-from gemma_npu_compile.graphs.acl import AclRuntime, one_capture
+from gemma_npu_compile.errors import CaptureError
+from gemma_npu_compile.graphs.acl import AclRuntime, npu, one_capture
 from gemma_npu_compile.graphs.capturable import refuse_other_devices, refuse_uncapturable
-
-
-def require_npugraph_ex(device: torch.device) -> Any:
-    """torch_npu's graph compiler.
-
-    Its import replaces the handlers of SIGINT and SIGTERM in this process; they are put back.
-
-    Raises:
-        CompileError: (a ValueError) the graph is not on an NPU, or this torch_npu has no such compiler.
-    """
-    wanted = "engine is 'torchair': that is torch_npu's own graph compiler"
-    if importlib.util.find_spec("torch_npu") is None:
-        raise CompileError(f"{wanted}, and torch_npu is not installed here; use engine='aclgraph'")
-    if device.type != "npu":
-        raise CompileError(f"{wanted}, for tensors on an NPU, and this graph runs on {device}; use engine='aclgraph'")
-    here = threading.current_thread() is threading.main_thread()
-    kept = [(each, signal.getsignal(each)) for each in (signal.SIGINT, signal.SIGTERM)] if here else []
-    try:
-        return importlib.import_module("npugraph_ex")
-    except ImportError as error:
-        raise CompileError(f"{wanted} (npugraph_ex), which this torch_npu does not have: {error}") from None
-    finally:
-        for each, handler in kept:
-            signal.signal(each, handler)
+from gemma_npu_compile.graphs.npugraph_ex import require_npugraph_ex
 
 
 class _Specialiser:
@@ -126,14 +100,7 @@ class TorchairRuntime(AclRuntime):
 
     Args:
         device: an NPU.
-
-    Raises:
-        CompileError: as :func:`require_npugraph_ex`.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        require_npugraph_ex(device)
-        super().__init__(device)
 
     def capture(  # type: ignore[override]
         self, gm: GraphModule, args: list[Any], values: dict[sympy.Symbol, int], name: str = "graph"
@@ -143,7 +110,7 @@ class TorchairRuntime(AclRuntime):
 
     def compile(self, graph: Graph, mode: FakeTensorMode, fakes: list[Any]) -> Any:
         """npugraph_ex's ``AclGraph``: its ``compile`` captures, calling it replays."""
-        npugraph_ex = importlib.import_module("npugraph_ex")
+        npugraph_ex = require_npugraph_ex(self.device)
         compiler = importlib.import_module("npugraph_ex.npu_fx_compiler")
         config = npugraph_ex.CompilerConfig()
         config.use_graph_pool = tuple(self._pool)
@@ -176,18 +143,18 @@ class TorchairGraph:
     """
 
     def __init__(self, gm: GraphModule, args: list[Any], runtime: TorchairRuntime, name: str = "graph") -> None:
-        self.name = name
+        self.name, self._device = name, runtime.device
         self.host = [list(arg) for arg in args if isinstance(arg, list)]
         nodes = list(gm.graph.nodes)
         refuse_uncapturable(nodes, name)
         refuse_other_devices(nodes, args, runtime.device, name)
-        mode = FakeTensorMode()
-        special = _Specialiser(gm, args, mode)
-        self._inputs, self._lists = special.inputs, special.lists
         lists = [node for node, arg in zip(nodes, args, strict=False) if isinstance(arg, list)]
         self._readers = [len(node.users) for node in lists]
-        torch.npu.synchronize(runtime.device)  # type: ignore[attr-defined]
+        npu.synchronize(runtime.device)
         try:
+            mode = FakeTensorMode()
+            special = _Specialiser(gm, args, mode)
+            self._inputs, self._lists = special.inputs, special.lists
             with one_capture():
                 if not runtime.alive:
                     runtime.renew()
@@ -201,10 +168,13 @@ class TorchairGraph:
         runtime.alive.add(self)
 
     def __del__(self) -> None:
-        if hasattr(self, "_graph"):  # which only a collection would free: it lies in a cycle
-            for each in self._graph.graphs_meta.values():
-                each.acl_graph.reset()
-            self._graph.graphs_meta.clear()
+        if not hasattr(self, "_graph"):
+            return
+        with contextlib.suppress(Exception):  # at the end of the interpreter there may be nothing to wait for
+            npu.synchronize(self._device)  # a replay under way still uses the graph
+        for each in self._graph.graphs_meta.values():  # only a collection would free them: they lie in a cycle
+            each.acl_graph.reset()
+        self._graph.graphs_meta.clear()
 
     def update(self, index: int, values: list[int]) -> int:
         """New contents of a host list, for the next replay; returns how many tasks it updates: all readers, always."""
