@@ -246,7 +246,7 @@ class Engine:
         if kind == "sampled" and draws is not None:
             inputs += draws
         if self._options.kv_lens == "host":  # exact, so the step before has to be waited for
-            host_len = state.seq_len.cpu()
+            host_len = state.seq_len.to("cpu", copy=True)  # on a CPU too: an input of its own
         else:
             host_len = torch.tensor(state.lengths, dtype=torch.int32)
         if len(rows) == 1:  # torch traces one row apart from many: run it beside a padded one

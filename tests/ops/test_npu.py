@@ -1,6 +1,8 @@
 """Emulated norms, rotary, gated GELU and cache writes: numbers of the documents, limits of the documents."""
 
 import importlib.util
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +54,7 @@ def test_nothing_is_defined_where_torch_npu_is_installed(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: object() if name == "torch_npu" else find(name, *a)
     )
+    monkeypatch.setitem(sys.modules, "torch_npu", types.ModuleType("torch_npu"))
     spec = importlib.util.spec_from_file_location("npu_beside_torch_npu", npu.__file__)
     assert spec is not None
     assert spec.loader is not None
