@@ -38,6 +38,7 @@ def pair(directories, *arguments: str) -> list[str]:
     return [*arguments, "--model", directories[0], "--assistant", directories[1], "--num-draft-tokens", "1"]
 
 
+@pytest.mark.slow
 def test_run_verifies_and_prints_json(directories, capsys):
     arguments = pair(directories, "run", "--prompt", "ab", "--prompt", "hello", "--max-new-tokens", "20")
     code, out, err = call(capsys, *arguments, "--verify", "--json")
@@ -95,6 +96,7 @@ def test_acceptance_counts_requests(directories, capsys, tmp_path):
     assert accepted["aggregate"] == accepted["accepted_per_step"] == accepted["rate_per_pos"][0]
 
 
+@pytest.mark.slow
 def test_explain_and_dump(directories, capsys, tmp_path):
     code, out, _ = call(capsys, *pair(directories, "explain"))
     assert code == 0

@@ -229,6 +229,7 @@ def test_capture_sizes_above_the_rows(pair):
     assert stats.report.totals()["sizes"] == [2, 4]
 
 
+@pytest.mark.slow
 def test_a_reset_is_survived_and_recompiles_are_counted(pair):
     """After torch._dynamo.reset() an engine compiles again, padded as before; what Dynamo recompiles is counted."""
     engine = gnc.Engine(*pair, 1, max_rows=2, max_model_len=64)
@@ -285,6 +286,7 @@ def test_what_is_not_supported_is_refused_by_name(pair, kwargs, message):
         gnc.generate(target, torch.tensor([[1, 2, 3]]), assistant_model=assistant, **kwargs)
 
 
+@pytest.mark.slow
 def test_two_threads_with_one_model(pair):
     """Each call takes an engine of its own."""
     target, assistant = pair

@@ -197,6 +197,7 @@ def run(session, requests):
     return [request.tokens for request in added]
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_tokens_with_and_without_drafts(pair, engine):
     """Captured with a draft, beside greedy and other neighbours; plain PyTorch without an assistant, alone."""
     how = [Sampling(0.8, 20, 0.9, seed=7), None, Sampling(1.4, seed=8), Sampling(temperature=0.0, seed=9)]
