@@ -14,11 +14,11 @@ SCATTER = "aclnnScatterPaKvCache"
 
 
 def run(software_acl: Any, script: str | Path, *arguments: str, env: dict[str, str] | None = None, **more: Any) -> Any:
-    """A script that can ``import pairs``; 400 seconds at most."""
+    """A script that can ``import pairs``; 550 seconds at most."""
     if isinstance(script, str):
         script = textwrap.dedent(script)
         script = f"import sys; sys.path.insert(0, {str(SCRIPTS)!r})\n" + script
-    return software_acl.run(script, *arguments, env=env or {}, timeout=400, **more)
+    return software_acl.run(script, *arguments, env=env or {}, timeout=550, **more)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -112,8 +112,8 @@ def test_one_step_in_the_trace(software_acl: Any) -> None:
     grown, pool, updates = result.last
     step, plain = result.trace.between("step", "end"), result.trace.between("plain", "plain end")
     (replay,) = step.replays
-    assert set(step.launches) <= {"aclnnForeachCopy", "aclnnInplaceCopy"}
-    assert sum(step.launches.values()) <= 8
+    assert set(step.launches) <= {"aclnnForeachCopy", "aclnnInplaceCopy", "aclnnCat"}, "copies in and out"
+    assert sum(step.launches.values()) <= 10
     assert len(step.updates) == updates == 0
     assert step.of("memcpy"), "results are read"
     assert max(event["bytes"] for event in step.of("memcpy")) < 4096

@@ -27,7 +27,7 @@ def run(capture: bool) -> tuple[list[list[int]], gnc.Engine, int]:
     engine.report.graphs[0].replays = 0  # the warm-up's
     software_acl.mark("ready" if capture else "uncaptured ready")
     found, start, prefills = [], 0, 0
-    for rows in range(1, 13):  # every number of rows once
+    for rows in range(1, 13 if capture else 1):  # every number of rows once
         pairs.tokens(engine, [each.npu() for each in given[:rows]], 2)
         prefills += len(set(lengths[:rows]))
     for count in BATCHES:
