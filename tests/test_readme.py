@@ -13,7 +13,7 @@ README = Path(__file__).resolve().parents[1] / "README.md"
 def test_the_examples_run(make_pair):
     target, assistant = make_pair(sliding_window=64)  # a static cache rolls back within the window
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     ids = torch.randint(1, 128, (2, 9))
     names = {
         "target": target,

@@ -20,7 +20,7 @@ SETTINGS = [
     Sampling(),
     Sampling(temperature=0.6),
     Sampling(temperature=1.7, top_k=3),
-    Sampling(top_p=0.7),
+    Sampling(top_p=0.9),
     Sampling(temperature=1.3, top_k=6, top_p=0.8),
 ]
 
