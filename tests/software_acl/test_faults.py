@@ -151,7 +151,7 @@ def test_threads_reset_and_memory(software_acl: Any) -> None:
     assert "blocks wide" in message
     assert not result.trace.between("wide", "wide end").replays
     assert live == [2] + [0] * 3
-    assert len(set(sizes)) == 1
+    assert sizes[-1] <= sizes[0]
 
 
 def test_a_replay_without_an_update_ends(software_acl: Any) -> None:
