@@ -25,6 +25,7 @@ def run(capture: bool) -> tuple[list[list[int]], gnc.Engine, int]:
     engine = gnc.Engine(target, assistant, 3, max_rows=12, max_model_len=256, options=options)
     engine.warm_up()
     engine.report.graphs[0].replays = 0  # the warm-up's
+    torch.npu.synchronize()
     software_acl.mark("ready" if capture else "uncaptured ready")
     found, start, prefills = [], 0, 0
     for rows in range(1, 13 if capture else 1):  # every number of rows once
