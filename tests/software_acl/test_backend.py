@@ -122,7 +122,7 @@ def test_one_step_in_the_trace(software_acl: Any) -> None:
     (capture,) = [event for event in result.trace.captures if event["graph"] == replay["graph"]]
     assert capture["ops"][SCATTER] == 2, "one write in place for each layer that owns a cache"
     assert not {"aclnnInplaceIndexCopy", "aclnnIndexPutImpl", "aclnnIndexCopy"} & set(capture["ops"])
-    assert capture["tasks"] * 2 < sum(plain.launches.values())
+    assert capture["tasks"] < 0.6 * sum(plain.launches.values())
 
 
 @pytest.mark.parametrize("kv_lens", ["device", "host"])
