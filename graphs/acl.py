@@ -190,6 +190,7 @@ class AclGraph:
         refuse_other_devices(nodes, args, runtime.device, name)
         self._graph = npu.NPUGraph()
         self._node: Node | None = None
+        self._replayed = npu.Event()
         self.outputs: list[Any] = []
         npu.synchronize(runtime.device)
         why = self._capture(gm, nodes, args)
@@ -222,7 +223,7 @@ class AclGraph:
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # at the end of the interpreter there may be nothing to wait for
-            npu.synchronize(self._runtime.device)  # a replay under way still uses the graph
+            self._replayed.synchronize()  # a replay under way still uses the graph
 
     def _refuse(self, nodes: list[Node]) -> None:
         """What only this runtime cannot capture: lengths that a kernel reads on the host."""
@@ -331,3 +332,4 @@ class AclGraph:
     def replay(self) -> None:
         """Queue the graph on the current stream; does not wait for it."""
         self._graph.replay()
+        self._replayed.record(npu.current_stream(self._runtime.device))

@@ -143,7 +143,7 @@ class TorchairGraph:
     """
 
     def __init__(self, gm: GraphModule, args: list[Any], runtime: TorchairRuntime, name: str = "graph") -> None:
-        self.name, self._device = name, runtime.device
+        self.name, self._device, self._replayed = name, runtime.device, npu.Event()
         self.host = [list(arg) for arg in args if isinstance(arg, list)]
         nodes = list(gm.graph.nodes)
         refuse_uncapturable(nodes, name)
@@ -171,7 +171,7 @@ class TorchairGraph:
         if not hasattr(self, "_graph"):
             return
         with contextlib.suppress(Exception):  # at the end of the interpreter there may be nothing to wait for
-            npu.synchronize(self._device)  # a replay under way still uses the graph
+            self._replayed.synchronize()  # a replay under way still uses the graph
         for each in self._graph.graphs_meta.values():  # only a collection would free them: they lie in a cycle
             each.acl_graph.reset()
         self._graph.graphs_meta.clear()
@@ -186,3 +186,4 @@ class TorchairGraph:
     def replay(self) -> None:
         """Queue the graph and its updates; does not wait for them."""
         self.outputs = list(self._graph(*self._inputs))
+        self._replayed.record(npu.current_stream(self._device))
