@@ -144,12 +144,13 @@ class GraphRunner:
             self.report.eager_calls += 1
             return list(self.gm(*self._arguments(binding, args, buffers, sized)))
         graph = binding.graphs[self._key(sized)]
-        with profiled("update"):
-            self.report.host_updates += self._update(graph, args, buffers, sized)
-        binding.merged.tensors(args)
-        self._extras.numbers(values)
-        with profiled("replay"):
-            graph.replay()
+        with _disable_current_modes():  # as in _capture: updates issue out forms again
+            with profiled("update"):
+                self.report.host_updates += self._update(graph, args, buffers, sized)
+            binding.merged.tensors(args)
+            self._extras.numbers(values)
+            with profiled("replay"):
+                graph.replay()
         self.report.replays += 1
         return graph.outputs
 
