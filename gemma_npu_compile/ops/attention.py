@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gemma_npu_compile.ops.attention_npu import paged_attention_npu
+from gemma_npu_compile.ops.attention_rows import check_counts, check_reach, equal_count
 from gemma_npu_compile.ops.library import NAMESPACE, define
 
 LAYOUTS = ("TND", "BNSD")
@@ -245,30 +246,20 @@ def _run(
     rows, width = block_table.shape
     if query.numel() == 0:
         return out
-    longest, room = (int(kv_lens.max()) if rows else 0), width * key_cache.shape[1]
-    if longest > room:
-        raise ValueError(
-            f"paged_attention of layer {layer!r}: kv_lens has {longest}, the table's {width} blocks of "
-            f"{key_cache.shape[1]} hold {room}"
-        )
+    check_reach(layer, int(kv_lens.max()) if rows else 0, width, key_cache.shape[1])
     cached = key_cache, value_cache
     if layout == "BNSD":
         _attend(query.transpose(1, 2), *cached, block_table, kv_lens, scale, window, out.transpose(1, 2))
         return out
     tokens = query.shape[0]
     if query_lens is None:
-        if rows == 0 or tokens % rows:
-            raise ValueError(f"paged_attention of layer {layer!r}: {tokens} queries do not divide into {rows} rows")
-        rectangle = (rows, tokens // rows)
+        rectangle = (rows, equal_count(layer, rows, tokens))
         _attend(
             query.unflatten(0, rectangle), *cached, block_table, kv_lens, scale, window, out.unflatten(0, rectangle)
         )
         return out
     lengths = query_lens.tolist()
-    if len(lengths) != rows or min(lengths, default=0) < 0 or sum(lengths) != tokens:
-        raise ValueError(
-            f"paged_attention of layer {layer!r}: query_lens {lengths} must be {rows} counts adding up to {tokens}"
-        )
+    check_counts(layer, lengths, rows, tokens)
     start = 0
     for row, length in enumerate(lengths):
         if length:

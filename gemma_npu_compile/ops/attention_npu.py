@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from gemma_npu_compile.ops.attention_rows import check_counts, check_reach, equal_count
+
 _ON_HOST = WeakTensorKeyDictionary()
 
 
@@ -103,28 +105,23 @@ def paged_attention_npu(
     rows, width = block_table.shape
     if query.numel() == 0:
         return torch.empty_like(query, memory_format=torch.contiguous_format)
-    lens, room = on_host(kv_lens), width * key_cache.shape[1]
-    if max(lens, default=0) > room:
-        raise ValueError(
-            f"paged_attention of layer {layer!r}: kv_lens has {max(lens)}, the table's {width} blocks of "
-            f"{key_cache.shape[1]} hold {room}"
-        )
-    keys, values = key_cache, value_cache
+    lens = on_host(kv_lens)
+    check_reach(layer, max(lens, default=0), width, key_cache.shape[1])
     if layout == "BNSD":
-        return _attend(query, keys, values, block_table, lens, scale, window)
+        return _attend(query, key_cache, value_cache, block_table, lens, scale, window)
     tokens = query.shape[0]
-    counts = on_host(query_lens) if query_lens is not None else [tokens // max(rows, 1)] * rows
-    if sum(counts) != tokens or min(counts, default=0) < 0:
-        raise ValueError(
-            f"paged_attention of layer {layer!r}: query_lens {counts} must be {rows} counts adding up to {tokens}"
-        )
+    if query_lens is None:
+        counts = [equal_count(layer, rows, tokens)] * rows
+    else:
+        counts = on_host(query_lens)
+        check_counts(layer, counts, rows, tokens)
     chunks = query.split(counts)
     results: list[Tensor] = list(chunks)
     for count in set(counts) - {0}:
         members = [row for row in range(rows) if counts[row] == count]
         packed = torch.stack([chunks[row] for row in members]).transpose(1, 2)
         table = block_table if len(members) == rows else torch.stack([block_table[row] for row in members])
-        found = _attend(packed, keys, values, table, [lens[row] for row in members], scale, window)
+        found = _attend(packed, key_cache, value_cache, table, [lens[row] for row in members], scale, window)
         for row, result in zip(members, found.transpose(1, 2), strict=True):
             results[row] = result
     return torch.cat(results)
