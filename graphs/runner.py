@@ -1,5 +1,6 @@
 """From a final graph to a callable: choose a size, check, load, replay, slice; fall back with a reason."""
 
+import contextlib
 import logging
 import threading
 import time
@@ -28,6 +29,11 @@ from gemma_npu_compile.report import GraphReport
 log = logging.getLogger(__name__)
 
 Key = tuple[int, ...]
+
+
+def _outside_modes() -> contextlib.AbstractContextManager[Any]:
+    """AOT watches the first call through a dispatch mode that takes out forms for aliasing; other calls have none."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
 
 
 MAX_BINDINGS = 4
@@ -144,7 +150,7 @@ class GraphRunner:
             self.report.eager_calls += 1
             return list(self.gm(*self._arguments(binding, args, buffers, sized)))
         graph = binding.graphs[self._key(sized)]
-        with _disable_current_modes():  # as in _capture: updates issue out forms again
+        with _outside_modes():
             with profiled("update"):
                 self.report.host_updates += self._update(graph, args, buffers, sized)
             binding.merged.tensors(args)
@@ -242,7 +248,7 @@ class GraphRunner:
         buffers.load(args, *largest)
         graphs: dict[Key, Captured] = {}
         try:
-            with _disable_current_modes():  # AOT watches the first call through one, which takes out forms for aliasing
+            with _outside_modes():
                 for each in wanted:
                     name = "capture" if self.plan.rows is None else f"capture of {each[self.plan.rows]} rows"
                     arguments = self._arguments(binding, args, buffers, each)

@@ -1,19 +1,16 @@
 """What goes wrong on a device: named, counted, nothing left open, no memory lost, no hang."""
 
 import textwrap
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytestmark = pytest.mark.software_acl
-SCRIPTS = Path(__file__).parent / "scripts"
 FP32 = {"SOFTWARE_ACL_FP32": "1"}
 
 
 def run(software_acl: Any, script: str, env: dict[str, str]) -> Any:
-    head = f"import sys; sys.path.insert(0, {str(SCRIPTS)!r})\n"
-    head += "import gc, json, threading\nimport pairs, torch, software_acl\n"
+    head = "import gc, json, threading\nimport pairs, torch, software_acl\n"
     head += "import gemma_npu_compile as gnc\nfrom gemma_npu_compile.errors import CaptureError\n"
     return software_acl.run(head + textwrap.dedent(script), env=env, timeout=300)
 
