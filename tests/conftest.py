@@ -134,6 +134,22 @@ def engine(pair: Pair) -> Any:
 
 
 @pytest.fixture
+def replays(engine: Any) -> Callable[[], dict[str, int]]:
+    """Counts replays of :func:`engine` by kind; a kind has several graphs where a test reset Dynamo in between."""
+    engine.warm_up()
+
+    def count() -> dict[str, int]:
+        shapes = [(len(g.plan.inputs), len(g.plan.outputs), g.replays) for g in engine.report.graphs]
+        inputs, outputs = (min(each) for each in list(zip(*shapes, strict=True))[:2])
+        counts = dict.fromkeys(("greedy", "sampled", "open"), 0)
+        for i, o, replayed in shapes:
+            counts["sampled" if i > inputs else "open" if o > outputs else "greedy"] += replayed
+        return counts
+
+    return count
+
+
+@pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
     """Dynamo without compiled code, before and after."""
     torch._dynamo.reset()

@@ -214,18 +214,17 @@ def test_the_same_seed_gives_the_same_tokens_with_and_without_drafts(pair, engin
         assert run(session, zip(prompts, how, strict=True)) == first
 
 
-def test_who_does_not_sample_keeps_the_greedy_graph(engine):
+def test_who_does_not_sample_keeps_the_greedy_graph(engine, replays):
     """Sampling is a graph of its own, compiled when a row first asks for it, and used only while one does."""
     with gnc.Session.on(engine) as session:
-        greedy = engine.report.graphs[0]
-        run(session, [([1, 2], Sampling())])
-        (sampled,) = (g for g in engine.report.graphs if g.replays and len(g.plan.inputs) > len(greedy.plan.inputs))
-        before = greedy.replays, sampled.replays
+        before = replays()
         run(session, [([1, 2], None), ([3], Sampling(temperature=0.0))])
-        assert greedy.replays > before[0]
-        assert sampled.replays == before[1]
-        between = greedy.replays
+        between = replays()
+        assert between["greedy"] > before["greedy"]
+        assert between == before | {"greedy": between["greedy"]}
         run(session, [([1, 2], Sampling()), ([4], None)])
-        assert greedy.replays == between
-        assert sampled.replays > before[1]
-    assert (sampled.recompile, engine.report.totals()["fallbacks"]) == (False, {})
+        after = replays()
+        assert after["sampled"] > between["sampled"]
+        assert after == between | {"sampled": after["sampled"]}
+    assert not any(g.recompile for g in engine.report.graphs)
+    assert engine.report.totals()["fallbacks"] == {}

@@ -188,7 +188,7 @@ def test_a_criterion_that_raises_ends_its_own_request_only(session, references):
     assert_empty(session)
 
 
-def test_a_minimal_length_holds_and_then_costs_nothing(session, pair, references):
+def test_a_minimal_length_holds_and_then_costs_nothing(session, pair, references, replays):
     """End tokens are held back in an open step; once the row is long enough, the greedy graph serves it again."""
     eos = references[2][4]
     request = session.add(PROMPTS[2], max_new_tokens=NEW, min_new_tokens=9, eos_token_id=eos)
@@ -202,12 +202,11 @@ def test_a_minimal_length_holds_and_then_costs_nothing(session, pair, references
         min_new_tokens=9,
         eos_token_id=eos,
     )
-    greedy = session.engine.report.graphs[0]
-    before = greedy.replays
+    before = replays()["greedy"]
     session.drain()
     assert request.tokens == expected[0, len(PROMPTS[2]) :].tolist()
     assert beside.tokens == references[3]
-    assert greedy.replays > before + 5
+    assert replays()["greedy"] > before + 5
     assert_empty(session)
 
 
