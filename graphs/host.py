@@ -24,6 +24,8 @@ from gemma_npu_compile.errors import CaptureError, ReplayError
 from gemma_npu_compile.graphs.capturable import refuse_uncapturable
 from gemma_npu_compile.graphs.memory import Pool, Sizes, Spec, fakes, plan_memory
 from gemma_npu_compile.graphs.phases import phase_of
+from gemma_npu_compile.native.aten import COMMANDS
+from gemma_npu_compile.native.program import Command, Program
 from gemma_npu_compile.ops.library import KERNELS, Kernel
 from gemma_npu_compile.passes.fx import is_view, where
 
@@ -34,13 +36,26 @@ _COPIES = {aten._to_copy.default, aten.clone.default, aten.lift_fresh_copy.defau
 
 @dataclass(frozen=True)
 class Task:
-    """One recorded kernel call, with frozen arguments."""
+    """One recorded kernel call, with frozen arguments; ``commands`` do the same natively, where that is possible."""
 
     node: str
     kernel: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     check: Callable[..., None] = lambda *args, **kwargs: None
+    commands: tuple[Command, ...] = ()
+
+
+def _calls(tasks: list[Task]) -> list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]:
+    """What a replay calls, in order: neighbouring native tasks are one program."""
+    calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
+    for native, group in groupby(tasks, key=lambda task: bool(task.commands)):
+        if native:
+            pairs = [(command, task.node) for task in group for command in task.commands]
+            calls.append((Program(*zip(*pairs, strict=True)), (), {}))
+        else:
+            calls.extend((task.kernel, task.args, task.kwargs) for task in group)
+    return calls
 
 
 def _out_form(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
@@ -91,6 +106,7 @@ class HostGraph:
         self.host: list[list[int]] = [arg for arg in args if isinstance(arg, list)]
         nodes = list(gm.graph.nodes)
         refuse_uncapturable(nodes, name)
+        self._native = any(str(node.target).startswith("gemma_npu_cpu.") for node in nodes)
         offsets, peak = plan_memory(nodes, Sizes(values, name))
         block = pool.take(peak)
         self._owned: list[Any] = [args, block]
@@ -106,7 +122,7 @@ class HostGraph:
                 env[node] = self._record(node, env, offsets, block)
             else:
                 self.outputs: list[Any] = [env[r] if isinstance(r, Node) else r for r in node.args[0]]  # type: ignore
-        self._calls = [(t.kernel, t.args, t.kwargs) for t in self.tasks]
+        self._calls = _calls(self.tasks)
         phases = phase_of(nodes)
         self._phases = [phases[task.node] for task in self.tasks]
         self._readers = [
@@ -125,10 +141,10 @@ class HostGraph:
 
     def _replay_in_ranges(self) -> None:
         """The same under a profiler: each run of tasks of one phase in a range of its name."""
-        for phase, calls in groupby(zip(self._phases, self._calls, strict=True), key=itemgetter(0)):
+        for phase, tasks in groupby(zip(self._phases, self.tasks, strict=True), key=itemgetter(0)):
             with torch.profiler.record_function(phase):
-                for _, (kernel, args, kwargs) in calls:
-                    kernel(*args, **kwargs)
+                for _, task in tasks:
+                    task.kernel(*task.args, **task.kwargs)
 
     def update(self, index: int, values: list[int]) -> int:
         """Give the tasks that read host list ``index`` new contents; returns how many that were (0: nothing changed).
@@ -158,6 +174,17 @@ class HostGraph:
         except (ValueError, RuntimeError) as error:
             raise CaptureError(f"{self.name}: {where(node)}: {error}") from None
 
+    def _commands(
+        self, target: Any, kernel: Kernel | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Command, ...]:
+        """Native commands for a call with ``out`` given; none where there are none, or the graph has no native part."""
+        if not self._native:
+            return ()
+        if kernel is not None:
+            found = kernel.command(*args, **kwargs) if kernel.command is not None else None
+            return () if found is None else (found,)
+        return COMMANDS[target](*args, **kwargs) if target in COMMANDS else ()
+
     def _record(
         self, node: Node, env: dict[Node, Any], offsets: dict[Node, list[tuple[int, Spec]]], block: Tensor
     ) -> Any:
@@ -176,7 +203,8 @@ class HostGraph:
                 args = (*args, kwargs.pop(names[len(args)]))
             self._check(kernel, node, args, kwargs)
         if target._schema.is_mutable:
-            self.tasks.append(Task(node.name, kernel.run if kernel is not None else target, args, kwargs))
+            run = kernel.run if kernel is not None else target
+            self.tasks.append(Task(node.name, run, args, kwargs, commands=self._commands(target, kernel, args, kwargs)))
             written = [a for a, s in zip(args, target._schema.arguments, strict=False) if s.is_write]
             return written[0] if len(written) == 1 else tuple(written)
         if target is aten.sym_size.int:
@@ -186,14 +214,18 @@ class HostGraph:
             for offset, spec in offsets[node]
         ]
         if target in _COPIES:
-            self.tasks.append(Task(node.name, aten.copy_.default, (buffers[0], args[0]), {}))
+            commands = self._commands(aten.copy_.default, None, (buffers[0], args[0]), {})
+            self.tasks.append(Task(node.name, aten.copy_.default, (buffers[0], args[0]), {}, commands=commands))
             return buffers[0]
         if kernel is not None:
             into = buffers[0] if len(buffers) == 1 else tuple(buffers)
-            self.tasks.append(Task(node.name, kernel.run, args, {**kwargs, "out": into}, kernel.check))
+            kwargs = {**kwargs, "out": into}
+            commands = self._commands(target, kernel, args, kwargs)
+            self.tasks.append(Task(node.name, kernel.run, args, kwargs, kernel.check, commands))
         elif (out := _out_form(target)) is not None:
-            names = get_out_arg_names(out)
-            self.tasks.append(Task(node.name, out, args, {**kwargs, **dict(zip(names, buffers, strict=True))}))
+            commands = self._commands(target, None, args, {**kwargs, "out": buffers[0]}) if len(buffers) == 1 else ()
+            kwargs = {**kwargs, **dict(zip(get_out_arg_names(out), buffers, strict=True))}
+            self.tasks.append(Task(node.name, out, args, kwargs, commands=commands))
         else:
             self.tasks.append(Task(node.name, _no_out(target), (buffers, args, kwargs), {}))
         value = node.meta.get("val")

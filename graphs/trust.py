@@ -16,7 +16,7 @@ from gemma_npu_compile.graphs.buffers import StableBuffers
 from gemma_npu_compile.graphs.plan import Plan
 from gemma_npu_compile.passes.fx import root, written_args
 
-_SLOT_WRITES = ("gemma_npu::store_kv", "npu::npu_scatter_pa_kv_cache")
+_SLOT_WRITES = ("gemma_npu::store_kv", "gemma_npu_cpu::store_kv", "npu::npu_scatter_pa_kv_cache")
 
 
 def why_unchecked(gm: GraphModule, plan: Plan) -> str | None:

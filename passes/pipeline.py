@@ -30,6 +30,7 @@ from gemma_npu_compile.passes.fx import launches
 from gemma_npu_compile.passes.in_place import keep_writes_in_place
 from gemma_npu_compile.passes.large_heads_to_bnsd import large_heads_to_bnsd
 from gemma_npu_compile.passes.lower_attention import lower_attention
+from gemma_npu_compile.passes.lower_native import lower_native
 from gemma_npu_compile.passes.lower_operators import lower_operators
 from gemma_npu_compile.passes.merge_gate_up import merge_gate_up
 from gemma_npu_compile.passes.numbers_on_device import numbers_on_device
@@ -66,6 +67,7 @@ PASSES: dict[str, Pass] = {
     "clip_to_window": clip_to_window,
     "lower_attention": lower_attention,
     "lower_operators": lower_operators,
+    "lower_native": lower_native,
     "fold_constants": fold_constants,
     "fold_views": fold_views,
 }

@@ -74,11 +74,11 @@ def test_no_out_of_place_operator_touches_a_cache(case):
     """Four cache writes went back in place; nothing returns, clones or copies a pool."""
     graph = case.runner.gm.graph
     assert functional_writes(case.runner.gm) == []
-    stores = graph.find_nodes(op="call_function", target=torch.ops.gemma_npu.store_kv.default)
+    stores = graph.find_nodes(op="call_function", target=torch.ops.gemma_npu_cpu.store_kv.default)
     assert len(stores) == 2
     caches = {arg for node in stores for arg in node.kwargs.values() if arg.op == "placeholder"}
     assert len(caches) == 4
-    allowed = {torch.ops.gemma_npu.store_kv.default, torch.ops.gemma_npu.paged_attention.default}
+    allowed = {torch.ops.gemma_npu_cpu.store_kv.default, torch.ops.gemma_npu_cpu.paged_attention.default}
     for cache in caches:
         assert {user.target for user in cache.users} == allowed
 

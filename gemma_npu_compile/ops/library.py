@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from gemma_npu_compile.native.program import Command
+
 NAMESPACE = "gemma_npu"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
@@ -23,10 +25,15 @@ class Kernel:
         check: takes the operator's arguments; raises ValueError when they do not fit. Reads no tensor contents.
         run: takes the operator's arguments and, for an operator with results, ``out``: None to allocate, or the
             tensor (a tuple of tensors for several results) to write to.
+        fake: the operator's results for its arguments, without contents.
+        command: takes what ``run`` takes, ``out`` always; the native command that does the same, or None where there
+            is none for these tensors (native/program.py).
     """
 
     check: Callable[..., None]
     run: Callable[..., Any]
+    fake: Callable[..., Any]
+    command: Callable[..., Command | None] | None = None
 
 
 KERNELS: dict[torch._ops.OpOverload, Kernel] = {}
@@ -37,13 +44,11 @@ def implement(
     library: torch.library.Library,
     op: torch._ops.OpOverload,
     kernel: Kernel,
-    fake: Callable[..., Any],
     device: Callable[..., Any] | None = None,
 ) -> None:
     """Register ``kernel`` and its fake for an operator whose schema ``library`` defined.
 
     Args:
-        fake: results for fake and meta tensors; called after ``kernel.check``.
         device: the kernel for NPU tensors, where there is one; called after ``kernel.check``.
     """
 
@@ -56,7 +61,7 @@ def implement(
 
     def trace(*args: Any, **kwargs: Any) -> Any:
         kernel.check(*args, **kwargs)
-        return fake(*args, **kwargs)
+        return kernel.fake(*args, **kwargs)
 
     name = op._schema.name
     library.impl(name.split("::")[1], checked(kernel.run), "CPU")
@@ -87,6 +92,13 @@ def define(
         fake: results for fake and meta tensors.
         device: the kernel for NPU tensors where ``run``, as a composition of ATen operators, does not serve there too.
     """
-    LIBRARY.define(signature)
-    op = getattr(getattr(torch.ops, NAMESPACE), signature.split("(", 1)[0]).default
-    implement(LIBRARY, op, Kernel(check, run), fake, device or run)
+    define_in(LIBRARY, signature, Kernel(check, run, fake), device or run)
+
+
+def define_in(
+    library: torch.library.Library, signature: str, kernel: Kernel, device: Callable[..., Any] | None = None
+) -> None:
+    """Define an operator of the namespace of ``library``, with its kernel."""
+    library.define(signature)
+    op = getattr(getattr(torch.ops, library.ns), signature.split("(", 1)[0]).default
+    implement(library, op, kernel, device)

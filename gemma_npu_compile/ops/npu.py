@@ -71,8 +71,8 @@ def define(
 
     _LIBRARY.define(signature)
     op = getattr(torch.ops.npu, signature.split("(", 1)[0]).default
-    implement(_LIBRARY, op, Kernel(limits, torch.no_grad()(run)), fake)
-    KERNELS[op] = Kernel(limits, run)  # a replay is without gradients as a whole
+    implement(_LIBRARY, op, Kernel(limits, torch.no_grad()(run), fake))
+    KERNELS[op] = Kernel(limits, run, fake)  # a replay is without gradients as a whole
 
 
 if EMULATED:

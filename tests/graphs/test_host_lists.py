@@ -25,7 +25,7 @@ def _run(x: Tensor, factors: list[int], *, out: Tensor | None = None) -> Tensor:
     return torch.mul(x, torch.tensor(factors)[:, None], out=out)
 
 
-implement(LIBRARY, SCALED, Kernel(_check, _run), lambda x, factors: torch.empty_like(x))
+implement(LIBRARY, SCALED, Kernel(_check, _run, lambda x, factors: torch.empty_like(x)))
 
 
 def graph() -> tuple[GraphModule, Tensor]:

@@ -156,6 +156,7 @@ def test_what_each_pass_finds_in_the_step(step: Step) -> None:
         "declare_host_mirrors",
         "elide_key_rope",
         "fia_to_bnsd",
+        "lower_native",
         "numbers_on_device",
         "prove_rows",
         "sdpa_to_fia",

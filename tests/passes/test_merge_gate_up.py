@@ -50,8 +50,10 @@ def test_one_product_instead_of_two(platform, shape) -> None:
     torch.testing.assert_close(result, model(x), rtol=1e-5, atol=1e-6)
     (graph,), (runner,) = report.graphs, backend._runners
     assert next(p for p in graph.passes if p.name == "merge_gate_up").changed == 2
-    assert len(runner.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)) == 4
-    fused = OPS.geglu.default if platform == "cpu" else torch.ops.npu.npu_geglu.default
+    native = torch.ops.gemma_npu_cpu
+    product = native.linear.default if platform == "cpu" else torch.ops.aten.mm.default
+    assert len(runner.gm.graph.find_nodes(op="call_function", target=product)) == 4
+    fused = native.geglu.default if platform == "cpu" else torch.ops.npu.npu_geglu.default
     assert len(runner.gm.graph.find_nodes(op="call_function", target=fused)) == 2
     assert graph.merged_bytes == sum(each.weight.nbytes for each in (*model.gate, *model.up))
     assert {i.role for i in graph.plan.inputs if i.label.endswith("weight")} == {"parameter"}

@@ -1,0 +1,74 @@
+"""Native commands for the few ATen operators between a step's products: the same numbers, bit for bit."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemma_npu_compile.native import program
+from gemma_npu_compile.native.program import Command
+
+aten = torch.ops.aten
+Commands = tuple[Command, ...]
+
+
+def _some(*commands: Command | None) -> Commands:
+    """All of them, or none where one is missing."""
+    return tuple(c for c in commands if c is not None) if None not in commands else ()
+
+
+def _binary(name: str) -> Callable[..., Commands]:
+    def commands(left: Any, right: Any, *, alpha: Any = 1, out: Tensor) -> Commands:
+        if alpha != 1 or not isinstance(left, Tensor):
+            return ()
+        if isinstance(right, Tensor) and right.dim() == 0 and right.dtype != left.dtype:
+            return ()
+        if not isinstance(right, Tensor) and name in ("add", "sub"):  # ATen rounds these numbers to the tensor's dtype
+            right = torch.tensor(right, dtype=left.dtype).item()
+        return _some(program.binary(name, left, right, out))
+
+    return commands
+
+
+def _cat(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor) -> Commands:
+    if any(t.dim() != out.dim() or t.dtype != out.dtype for t in tensors):
+        return ()
+    parts = out.split([t.shape[dim] for t in tensors], dim)
+    return _some(*(program.copy(t, part) for t, part in zip(tensors, parts, strict=True) if t.numel()))
+
+
+def _stack(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor) -> Commands:
+    if any(t.dtype != out.dtype for t in tensors):
+        return ()
+    return _some(*(program.copy(t, part) for t, part in zip(tensors, out.unbind(dim), strict=True)))
+
+
+def _embedding(
+    weight: Tensor, indices: Tensor, padding_idx: int = -1, scale: bool = False, sparse: bool = False, *, out: Tensor
+) -> Commands:
+    return _some(program.take(weight, indices, out))
+
+
+def _copy(out: Tensor, source: Tensor, non_blocking: bool = False) -> Commands:
+    return _some(program.copy(source, out))
+
+
+def _argmax(x: Tensor, dim: int | None = None, keepdim: bool = False, *, out: Tensor) -> Commands:
+    if dim is None or dim % x.dim() != x.dim() - 1:
+        return ()
+    return _some(program.argmax(x, out))
+
+
+COMMANDS: dict[Any, Callable[..., Commands]] = {
+    aten.add.Tensor: _binary("add"),
+    aten.sub.Tensor: _binary("sub"),
+    aten.mul.Tensor: _binary("mul"),
+    aten.div.Tensor: _binary("div"),
+    aten.cat.default: _cat,
+    aten.stack.default: _stack,
+    aten.embedding.default: _embedding,
+    aten.copy_.default: _copy,
+    aten.argmax.default: _argmax,
+}
+"""By operator: commands for its arguments and ``out``; empty where they do not fit."""

@@ -1,0 +1,199 @@
+// The paged cache: writes, and attention over it.
+#pragma once
+
+#include "linear.h"
+
+namespace {
+
+// keys, values (tokens, row bytes) with strides in bytes; caches of `room` slots
+template <class S>
+void store_kv(const Word* a, Shared& shared, int t, int n) {
+    const S* slots = (const S*)a[4];
+    int64_t tokens = a[5], room = a[6], bytes = a[7];
+    Share mine(tokens, t, n);
+    for (int64_t i = mine.begin; i < mine.end; i++) {
+        int64_t slot = slots[i];
+        if (slot < 0 || slot >= room) {
+            shared.fail(SLOT_OUT_OF_RANGE);
+            continue;
+        }
+        memcpy((char*)a[2] + slot * bytes, (const char*)a[0] + i * a[8], bytes);
+        memcpy((char*)a[3] + slot * bytes, (const char*)a[1] + i * a[9], bytes);
+    }
+}
+
+
+constexpr int CHUNK = 256;  // keys a thread handles at a time; part of the numerics, so never of the thread count
+
+struct Attention {
+    const Word* a;
+    int64_t rows() const { return a[6]; }
+    int64_t queries() const { return a[7]; }
+    int64_t heads() const { return a[8]; }
+    int64_t kv_heads() const { return a[9]; }
+    int64_t width() const { return a[10]; }
+    int64_t block() const { return a[11]; }
+    int64_t blocks() const { return a[12]; }
+    int64_t columns() const { return a[13]; }  // of the block table
+    int64_t window() const { return a[14]; }   // 0: none
+    int64_t chunks() const { return a[16]; }   // most chunks of a row
+    int64_t group() const { return heads() / kv_heads() * queries(); }  // queries that read the same keys
+    int64_t partial() const { return group() * (width() + 2); }         // floats of a chunk's result
+    int64_t length(int64_t row) const { return ((const int32_t*)a[5])[row]; }
+    int64_t last(int64_t row, int64_t q) const { return length(row) - queries() + q; }  // position of a query
+    int64_t first(int64_t row, int64_t q) const {  // the first key it sees
+        return window() ? std::max<int64_t>(0, last(row, q) - window() + 1) : 0;
+    }
+    template <class T>
+    T* at(const Word* strides, Word data, int64_t row, int64_t q, int64_t head) const {
+        return (T*)data + row * strides[0] + q * strides[1] + head * strides[2];
+    }
+};
+
+template <int G, int D, class T>
+void weighted(const T* const* values, const float* weights, int64_t count, int64_t width, float* to) {
+    for (int64_t d = 0; d < width; d += D * LANES) {
+        Vec acc[G][D] = {};
+        for (int64_t j = 0; j < count; j++) {
+            Vec v[D];
+            for (int k = 0; k < D; k++) v[k] = load(values[j] + d + k * LANES);
+            for (int i = 0; i < G; i++)
+                for (int k = 0; k < D; k++) acc[i][k] = fma(all(weights[i * CHUNK + j]), v[k], acc[i][k]);
+        }
+        for (int i = 0; i < G; i++)
+            for (int k = 0; k < D; k++) store(to + i * width + d + k * LANES, acc[i][k]);
+    }
+}
+
+// Enough sums at a time to hide the latency of one.
+template <class T>
+void weighted_sum(const T* const* values, const float* w, int64_t count, int64_t group, int64_t width, float* to) {
+    const bool wide = width % (4 * LANES) == 0;
+    int64_t g = 0;
+    for (; g + 8 <= group; g += 8) weighted<8, 1>(values, w + g * CHUNK, count, width, to + g * width);
+    for (; wide && g + 2 <= group; g += 2) weighted<2, 4>(values, w + g * CHUNK, count, width, to + g * width);
+    for (; wide && g < group; g++) weighted<1, 4>(values, w + g * CHUNK, count, width, to + g * width);
+    for (; g < group; g++) weighted<1, 1>(values, w + g * CHUNK, count, width, to + g * width);
+}
+
+// Scores, weights and weighted sum of one chunk for the queries of one kv head; not yet divided by the sum of weights.
+template <class T>
+void attend(const Attention& s, Shared& shared, int64_t row, int64_t kv_head, int64_t begin, int64_t end, float* to) {
+    const int64_t group = s.group(), width = s.width(), count = end - begin, q_len = s.queries();
+    float *highest = to, *sums = to + group, *sum_to = to + 2 * group;
+    float* query = own(group * width + group * CHUNK);
+    float* weights = query + group * width;
+    const T *keys[CHUNK], *values[CHUNK];
+    const int32_t* table = (const int32_t*)s.a[4] + row * s.a[17];
+    const int64_t per_kv = s.heads() / s.kv_heads();
+    for (int64_t j = 0; j < count; j++) {
+        int64_t position = begin + j, block = table[position / s.block()];
+        if (block < 0 || block >= s.blocks()) {
+            shared.fail(BLOCK_OUT_OF_RANGE);
+            block = 0;
+        }
+        int64_t offset = ((block * s.block() + position % s.block()) * s.kv_heads() + kv_head) * width;
+        keys[j] = (const T*)s.a[2] + offset;
+        values[j] = (const T*)s.a[3] + offset;
+    }
+    for (int64_t g = 0; g < group; g++) {
+        const T* from = s.at<const T>(s.a + 18, s.a[1], row, g % q_len, kv_head * per_kv + g / q_len);
+        for (int64_t d = 0; d < width; d += LANES) store(query + g * width + d, load(from + d) * all(number(s.a[15])));
+    }
+    for (int64_t j = 0; j < count; j += 2) {
+        const T* pair[2] = {keys[j], keys[std::min(j + 1, count - 1)]};
+        int64_t g = 0;
+        auto keep = [&](auto& result, int many) {
+            for (int i = 0; i < many; i++) {
+                weights[(g + i) * CHUNK + j] = result[i][0];
+                if (j + 1 < count) weights[(g + i) * CHUNK + j + 1] = result[i][1];
+            }
+            g += many;
+        };
+        while (g + 4 <= group) {
+            float result[4][2];
+            tile<4, 2>(query + g * width, width, pair, width, result);
+            keep(result, 4);
+        }
+        while (g < group) {
+            float result[1][2];
+            tile<1, 2>(query + g * width, width, pair, width, result);
+            keep(result, 1);
+        }
+    }
+    for (int64_t g = 0; g < group; g++) {
+        float* w = weights + g * CHUNK;
+        const int64_t from = std::max<int64_t>(0, s.first(row, g % q_len) - begin);
+        const int64_t until = std::min(count, s.last(row, g % q_len) + 1 - begin);
+        float most = -INFINITY;
+        bool odd = false;
+        for (int64_t j = from; j < until; j++) {
+            most = std::max(most, w[j]);
+            odd |= w[j] != w[j];
+        }
+        if (odd) most = NAN;
+        const int64_t padded = (count + LANES - 1) / LANES * LANES;
+        for (int64_t j = 0; j < padded; j++)
+            if (j < from || j >= until) w[j] = -INFINITY;
+        Vec total = all(0);
+        for (int64_t j = 0; j < padded; j += LANES) {
+            Vec p = from < until ? exp(load(w + j) - all(most)) : all(0);
+            store(w + j, p);
+            total += p;
+        }
+        highest[g] = most;
+        sums[g] = sum(total);
+    }
+    weighted_sum(values, weights, count, group, width, sum_to);
+}
+
+// out, query: addresses 0, 1 with strides (row, query, head) at 21, 18; keys, values (blocks, block, kv_heads, width);
+// table int32 with a row stride; lengths int32. First all chunks of all rows, then what the chunks of a row add up to.
+template <class T>
+void attention(const Word* a, Shared& shared, int t, int n) {
+    Attention s{a};
+    const int64_t group = s.group(), width = s.width(), q_len = s.queries(), per_kv = s.heads() / s.kv_heads();
+    auto bounds = [&](int64_t row, int64_t& begin, int64_t& end) {  // keys any query of the row sees
+        end = s.length(row);
+        if (end > s.columns() * s.block()) {
+            shared.fail(TOO_LONG);
+            end = 0;
+        }
+        begin = std::min(end, s.first(row, 0) / CHUNK * CHUNK);
+    };
+    for (int64_t unit = t; unit < s.rows() * s.kv_heads() * s.chunks(); unit += n) {
+        int64_t chunk = unit % s.chunks(), head = unit / s.chunks() % s.kv_heads();
+        int64_t row = unit / s.chunks() / s.kv_heads(), begin, end;
+        bounds(row, begin, end);
+        int64_t from = begin + chunk * CHUNK, until = std::min(end, from + CHUNK);
+        from = std::max(from, std::min(until, s.first(row, 0)));
+        if (from < until) attend<T>(s, shared, row, head, from, until, shared.scratch + unit * s.partial());
+    }
+    shared.barrier();
+    Share mine(s.rows() * s.heads() * q_len, t, n);
+    for (int64_t unit = mine.begin; unit < mine.end; unit++) {
+        int64_t q = unit % q_len, head = unit / q_len % s.heads(), row = unit / q_len / s.heads(), begin, end;
+        bounds(row, begin, end);
+        int64_t chunks = (end - begin + CHUNK - 1) / CHUNK, g = head % per_kv * q_len + q;
+        const float* parts = shared.scratch + (row * s.kv_heads() + head / per_kv) * s.chunks() * s.partial();
+        float most = -INFINITY, total = 0, *scale = own(chunks);
+        for (int64_t c = 0; c < chunks; c++) {
+            float here = parts[c * s.partial() + g];
+            most = here > most || here != here ? here : most;
+        }
+        for (int64_t c = 0; c < chunks; c++) {
+            const float* part = parts + c * s.partial();
+            scale[c] = part[g] == -INFINITY ? 0.0f : exp(all(part[g] - most))[0];  // a chunk with no key for this query
+            total += scale[c] * part[group + g];
+        }
+        T* to = s.at<T>(a + 21, a[0], row, q, head);
+        for (int64_t d = 0; d < width; d += LANES) {
+            Vec acc = all(0);
+            for (int64_t c = 0; c < chunks; c++)
+                acc = fma(all(scale[c]), load(parts + c * s.partial() + 2 * group + g * width + d), acc);
+            store(to + d, total != 0 ? acc / all(total) : all(0));
+        }
+    }
+}
+
+}  // namespace

@@ -1,0 +1,96 @@
+// Eight numbers at a time: float32, bfloat16, exp and gelu.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+typedef int64_t Word;
+typedef float Vec __attribute__((vector_size(32)));  // 8 lanes; compilers split it where registers are narrower
+typedef int32_t Int __attribute__((vector_size(32)));
+typedef uint16_t Half __attribute__((vector_size(16)));
+constexpr int LANES = 8;
+
+struct bf16 {
+    uint16_t bits;
+};
+
+inline float get(float x) { return x; }
+inline float get(bf16 x) {
+    uint32_t wide = uint32_t(x.bits) << 16;
+    float result;
+    memcpy(&result, &wide, 4);
+    return result;
+}
+inline void put(float& to, float x) { to = x; }
+inline void put(bf16& to, float x) {
+    uint32_t wide;
+    memcpy(&wide, &x, 4);
+    to.bits = x != x ? 0x7fc0 : uint16_t((wide + 0x7fff + ((wide >> 16) & 1)) >> 16);
+}
+
+inline float number(Word bits) {
+    double wide;
+    memcpy(&wide, &bits, 8);
+    return float(wide);
+}
+
+inline Vec load(const float* from) {
+    Vec result;
+    memcpy(&result, from, 32);
+    return result;
+}
+inline Vec load(const bf16* from) {
+    Half narrow;
+    memcpy(&narrow, from, 16);
+    Int wide = __builtin_convertvector(narrow, Int) << 16;
+    return (Vec)wide;
+}
+inline void store(float* to, Vec x) { memcpy(to, &x, 32); }
+inline void store(bf16* to, Vec x) {
+    for (int i = 0; i < LANES; i++) put(to[i], x[i]);
+}
+// a * b + c with one rounding, everywhere: a compiler that may choose chooses by the shape of a loop.
+inline Vec fma(Vec a, Vec b, Vec c) {
+#if defined(__FMA__)
+    return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    for (int i = 0; i < LANES; i++) c[i] = std::fma(a[i], b[i], c[i]);
+    return c;
+#endif
+}
+inline Vec all(float x) { return Vec{x, x, x, x, x, x, x, x}; }
+inline float sum(Vec x) { return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7])); }
+inline Vec pick(Int where, Vec yes, Vec no) { return (Vec)((where & (Int)yes) | (~where & (Int)no)); }
+
+// e^x within 2 ulp; 0 below -87, infinity above 88.7, NaN stays.
+inline Vec exp(Vec x) {
+    Vec bounded = pick(x < all(-87.3f), all(-87.3f), pick(x > all(88.7f), all(88.7f), x));
+    Vec scaled = bounded * all(1.44269504f);
+    Int whole = __builtin_convertvector(scaled + pick(scaled < all(0), all(-0.5f), all(0.5f)), Int);
+    Vec n = __builtin_convertvector(whole, Vec);
+    Vec r = fma(n, all(2.12194440e-4f), fma(n, all(-0.693359375f), bounded));
+    Vec p = all(1.9875691500e-4f);
+    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+        p = fma(p, r, all(c));
+    p = fma(p * r, r, r) + all(1.0f);
+    Int half = whole >> 1;  // 2^128 has no float: two factors
+    Vec result = p * (Vec)((half + 127) << 23) * (Vec)((whole - half + 127) << 23);
+    result = pick(x < all(-87.3f), all(0), result);
+    result = pick(x > all(88.7f), all(INFINITY), result);
+    return pick(x == x, result, x);
+}
+
+// gelu with the tanh approximation: x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3).
+inline Vec gelu(Vec x) {
+    Vec u = all(0.7978845608f) * (x + all(0.044715f) * x * x * x);
+    return x / (all(1) + exp(all(-2) * u));
+}
+
+}  // namespace

@@ -1,0 +1,86 @@
+// Row by row: norms, rotary embedding, gated GELU.
+#pragma once
+
+#include "threads.h"
+
+namespace {
+
+template <class T, class W>
+void norm_row(T* out, const T* x, const W* weight, int64_t width, float eps) {
+    Vec squares = all(0);
+    int64_t j = 0;
+    for (; j + LANES <= width; j += LANES) {
+        Vec v = load(x + j);
+        squares = fma(v, v, squares);
+    }
+    float total = sum(squares);
+    for (; j < width; j++) total += get(x[j]) * get(x[j]);
+    float scale = 1.0f / std::sqrt(total / float(width) + eps);
+    for (j = 0; j + LANES <= width; j += LANES) {
+        Vec v = load(x + j) * all(scale);
+        store(out + j, weight ? v * load(weight + j) : v);
+    }
+    for (; j < width; j++) put(out[j], get(x[j]) * scale * (weight ? get(weight[j]) : 1.0f));
+}
+
+// out (count, width) contiguous; x rows; weight (width) or none; eps
+template <class T, class W>
+void rms_norm(const Word* a, Shared&, int t, int n) {
+    T* out = (T*)a[0];
+    Rows<const T> x{(const T*)a[1], a + 6, a + 9};
+    Share mine(a[3], t, n);
+    for (int64_t i = mine.begin; i < mine.end; i++)
+        norm_row(out + i * a[4], x[i], (const W*)a[2], a[4], number(a[5]));
+}
+
+// normed, total (count, width) contiguous; x, residual rows of one shape; weight or none; eps
+template <class T, class W>
+void add_rms_norm(const Word* a, Shared&, int t, int n) {
+    T *normed = (T*)a[0], *total = (T*)a[1];
+    Rows<const T> x{(const T*)a[2], a + 8, a + 11}, residual{(const T*)a[3], a + 8, a + 14};
+    int64_t width = a[6];
+    Share mine(a[5], t, n);
+    for (int64_t i = mine.begin; i < mine.end; i++) {
+        const T *left = x[i], *right = residual[i];
+        T* row = total + i * width;
+        int64_t j = 0;
+        for (; j + LANES <= width; j += LANES) store(row + j, load(left + j) + load(right + j));
+        for (; j < width; j++) put(row[j], get(left[j]) + get(right[j]));
+        norm_row(normed + i * width, row, (const W*)a[4], width, number(a[7]));
+    }
+}
+
+// out (tokens, heads, width) contiguous; x rows (.., heads); cos, sin (tokens, width) rows of one layout
+template <class T, class C>
+void rotary(const Word* a, Shared&, int t, int n) {
+    T* out = (T*)a[0];
+    Rows<const T> x{(const T*)a[1], a + 7, a + 10};
+    Rows<const C> cos{(const C*)a[2], a + 13, a + 16}, sin{(const C*)a[3], a + 13, a + 19};
+    int64_t heads = a[5], width = a[6], half = width / 2;
+    Share mine(a[4] * heads, t, n);
+    for (int64_t i = mine.begin; i < mine.end; i++) {
+        const T* row = x[i];
+        const C *c = cos[i / heads], *s = sin[i / heads];
+        T* to = out + i * width;
+        for (int64_t j = 0; j < half; j += LANES) {
+            Vec left = load(row + j), right = load(row + half + j);
+            store(to + j, left * load(c + j) - right * load(s + j));
+            store(to + half + j, right * load(c + half + j) + left * load(s + half + j));
+        }
+    }
+}
+
+// out (count, width) contiguous; gate and up rows of one shape
+template <class T>
+void gelu_mul(const Word* a, Shared&, int t, int n) {
+    T* out = (T*)a[0];
+    Rows<const T> gate{(const T*)a[1], a + 5, a + 8}, up{(const T*)a[2], a + 5, a + 11};
+    int64_t count = a[3], width = a[4], pieces = width / LANES;
+    Share mine(count * pieces, t, n, 16);
+    for (int64_t u = mine.begin; u < mine.end; u++) {
+        int64_t i = u / pieces, j = u % pieces * LANES;
+        store(out + i * width + j, gelu(load(gate[i] + j)) * load(up[i] + j));
+    }
+}
+
+}  // namespace

@@ -1,0 +1,90 @@
+// Small things between products; numbers are ATen's, bit for bit.
+#pragma once
+
+#include "threads.h"
+
+namespace {
+
+// out and the operands a, b with up to 4 sizes and strides; float32 arithmetic, one rounding, as ATen does
+template <class T, int OP>
+void binary(const Word* a, Shared&, int t, int n) {
+    const Word *size = a + 4, *so = a + 8, *sa = a + 12, *sb = a + 16;
+    T* out = (T*)a[0];
+    const T *left = (const T*)a[1], *right = (const T*)a[2];
+    const float fixed = number(a[3]);
+    Share mine(size[0] * size[1] * size[2], t, n);
+    for (int64_t u = mine.begin; u < mine.end; u++) {
+        int64_t i2 = u % size[2], i1 = u / size[2] % size[1], i0 = u / size[2] / size[1];
+        T* to = out + i0 * so[0] + i1 * so[1] + i2 * so[2];
+        const T* x = left + i0 * sa[0] + i1 * sa[1] + i2 * sa[2];
+        const T* y = right ? right + i0 * sb[0] + i1 * sb[1] + i2 * sb[2] : nullptr;
+        for (int64_t j = 0; j < size[3]; j++) {
+            float l = get(x[j * sa[3]]), r = y ? get(y[j * sb[3]]) : fixed;
+            put(to[j * so[3]], OP == 0 ? l + r : OP == 1 ? l - r : OP == 2 ? l * r : l / r);
+        }
+    }
+}
+
+// out and from with up to 4 sizes and strides in elements of `S`
+template <class S>
+void copy(const Word* a, Shared&, int t, int n) {
+    const Word *size = a + 2, *so = a + 6, *si = a + 10;
+    Share mine(size[0] * size[1] * size[2], t, n);
+    for (int64_t u = mine.begin; u < mine.end; u++) {
+        int64_t i2 = u % size[2], i1 = u / size[2] % size[1], i0 = u / size[2] / size[1];
+        S* to = (S*)a[0] + i0 * so[0] + i1 * so[1] + i2 * so[2];
+        const S* from = (const S*)a[1] + i0 * si[0] + i1 * si[1] + i2 * si[2];
+        if (so[3] == 1 && si[3] == 1)
+            memcpy(to, from, size[3] * sizeof(S));
+        else
+            for (int64_t j = 0; j < size[3]; j++) to[j * so[3]] = from[j * si[3]];
+    }
+}
+
+// out (count, bytes) contiguous; rows of a table of `room` rows chosen by int64 indices
+void take(const Word* a, Shared& shared, int t, int n) {
+    const int64_t* index = (const int64_t*)a[2];
+    Share mine(a[3], t, n);
+    for (int64_t i = mine.begin; i < mine.end; i++) {
+        if (index[i] < 0 || index[i] >= a[4])
+            shared.fail(INDEX_OUT_OF_RANGE);
+        else
+            memcpy((char*)a[0] + i * a[5], (const char*)a[1] + index[i] * a[5], a[5]);
+    }
+}
+
+// out int64 (count); x rows of `width`: the first of the largest, a NaN before all
+template <class T>
+void argmax(const Word* a, Shared&, int t, int n) {
+    Share mine(a[2], t, n);
+    Rows<const T> x{(const T*)a[1], a + 4, a + 7};
+    for (int64_t i = mine.begin; i < mine.end; i++) {
+        const T* row = x[i];
+        const int64_t width = a[3];
+        Vec most = all(-INFINITY);
+        Int odd = {};
+        int64_t j = 0;
+        for (; j + LANES <= width; j += LANES) {
+            Vec v = load(row + j);
+            most = pick(v > most, v, most);
+            odd |= (Int)(v != v);
+        }
+        float best = -INFINITY;
+        bool nan = false;
+        for (int l = 0; l < LANES; l++) {
+            best = std::max(best, most[l]);
+            nan |= odd[l] != 0;
+        }
+        for (; j < width; j++) {
+            best = std::max(best, get(row[j]));
+            nan |= get(row[j]) != get(row[j]);
+        }
+        for (j = 0; j < width - 1; j++) {
+            float v = get(row[j]);
+            if (nan ? v != v : v == best) break;
+        }
+        ((int64_t*)a[0])[i] = j;
+    }
+}
+
+}  // namespace

@@ -1,0 +1,85 @@
+// What the threads of one run share, and how they divide its work.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include <sched.h>
+
+#include "numbers.h"
+
+namespace {
+
+enum Code { BLOCK_OUT_OF_RANGE = 1, SLOT_OUT_OF_RANGE = 2, TOO_LONG = 3, INDEX_OUT_OF_RANGE = 4 };
+
+void pause() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+template <class Done>
+void spin(const Done& done) {
+    for (int i = 0; !done(); i++) {
+        pause();
+        if (i > 4000) sched_yield();  // another process may have the core of whom we wait for
+    }
+}
+
+thread_local Word current;  // the command this thread is in, from 1
+
+struct Shared {  // of one run of a program
+    int threads;
+    float* scratch;
+    std::atomic<int> arrived{0};
+    std::atomic<int> round{0};
+    std::atomic<Word> error{0};  // 0, or code << 32 | the first command that failed, from 1
+
+    void barrier() {
+        if (threads == 1) return;
+        int mine = round.load(std::memory_order_acquire);
+        if (arrived.fetch_add(1, std::memory_order_acq_rel) == threads - 1) {
+            arrived.store(0, std::memory_order_relaxed);
+            round.store(mine + 1, std::memory_order_release);
+        } else {
+            spin([&] { return round.load(std::memory_order_acquire) != mine; });
+        }
+    }
+    void fail(int code) {
+        Word none = 0;
+        error.compare_exchange_strong(none, Word(code) << 32 | current);
+    }
+};
+
+struct Share {  // the part [begin, end) of `count` units that thread t of n does, in steps of `step`
+    int64_t begin, end;
+    Share(int64_t count, int t, int n, int64_t step = 1) {
+        int64_t steps = (count + step - 1) / step;
+        begin = std::min(count, steps * t / n * step);
+        end = std::min(count, steps * (t + 1) / n * step);
+    }
+};
+
+// A tensor seen as rows of its last axis: up to three leading sizes with strides.
+template <class T>
+struct Rows {
+    T* data;
+    const Word* size;    // 3 sizes
+    const Word* stride;  // 3 strides
+    T* operator[](int64_t i) const {
+        int64_t c = i % size[2], rest = i / size[2];
+        return data + rest / size[1] * stride[0] + rest % size[1] * stride[1] + c * stride[2];
+    }
+};
+
+thread_local std::vector<float> local;  // one kernel call's own memory
+
+float* own(size_t count) {
+    if (local.size() < count) local.resize(count);
+    return local.data();
+}
+
+}  // namespace

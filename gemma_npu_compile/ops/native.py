@@ -1,0 +1,115 @@
+"""``gemma_npu_cpu::`` operators: the dialect's meaning, computed by the C++ kernels of :mod:`gemma_npu_compile.native`.
+
+They are to a CPU what ``npu::`` operators are to an NPU: what a graph is lowered to. Each takes the arguments of the
+dialect operator of its name; where a C++ kernel does not take the tensors of a call, the dialect's kernel computes.
+``linear`` has no counterpart there: it is ``x @ weight.T``.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gemma_npu_compile.ops.activation
+import gemma_npu_compile.ops.attention
+import gemma_npu_compile.ops.norm
+import gemma_npu_compile.ops.rotary
+import gemma_npu_compile.ops.store  # noqa: F401
+from gemma_npu_compile.native import program
+from gemma_npu_compile.ops.library import KERNELS, Kernel, define_in
+
+NAMESPACE = "gemma_npu_cpu"
+LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+
+
+def _run(command: Callable[..., Any], reference: Kernel, fake: Callable[..., Any], *args: Any, out: Any = None) -> Any:
+    made = fake(*args) if out is None else out
+    found = command(*args, out=made)
+    if found is None:
+        return reference.run(*args, out=made)
+    program.Program([found])()
+    return made
+
+
+def _define(name: str, command: Callable[..., program.Command | None]) -> None:
+    """The operator of the dialect called ``name``, once more, with a C++ kernel."""
+    op = getattr(torch.ops.gemma_npu, name).default
+    reference, schema = KERNELS[op], str(op._schema).removeprefix("gemma_npu::")
+    run = partial(_run, command, reference, reference.fake)
+    define_in(LIBRARY, schema, Kernel(reference.check, run, reference.fake, command))
+
+
+def _attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    kv_lens: Tensor,
+    scale: float,
+    window: int | None = None,
+    layout: str = "TND",
+    layer: str = "",
+    query_lens: Tensor | None = None,
+    *,
+    out: Tensor,
+) -> program.Command | None:
+    if query_lens is not None:
+        return None
+    caches = key_cache, value_cache
+    return program.attention(query, *caches, block_table, kv_lens, scale, window, layout, out=out)
+
+
+def _geglu(gate_up: Tensor, *, out: Tensor) -> program.Command | None:
+    return program.gelu_mul(*gate_up.chunk(2, dim=-1), out=out)
+
+
+_define("paged_attention", _attention)
+_define("rms_norm", program.rms_norm)
+_define("add_rms_norm", program.add_rms_norm)
+_define("rotary", program.rotary)
+_define("gelu_mul", program.gelu_mul)
+_define("geglu", _geglu)
+
+
+def _store_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+    found = program.store_kv(key, value, key_cache, value_cache, slots)
+    if found is None:
+        KERNELS[torch.ops.gemma_npu.store_kv.default].run(key, value, key_cache, value_cache, slots)
+    else:
+        program.Program([found])()
+
+
+def _check_linear(x: Tensor, weight: Tensor) -> None:
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or x.dtype != weight.dtype:
+        raise ValueError(
+            f"linear: x (rows, k) and weight (n, k) of one dtype are needed, got {tuple(x.shape)} {x.dtype} and "
+            f"{tuple(weight.shape)} {weight.dtype}"
+        )
+
+
+def _matmul(x: Tensor, weight: Tensor, *, out: Tensor) -> Tensor:
+    return torch.mm(x, weight.t(), out=out)
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+_store = KERNELS[torch.ops.gemma_npu.store_kv.default]
+define_in(
+    LIBRARY,
+    str(torch.ops.gemma_npu.store_kv.default._schema).removeprefix("gemma_npu::"),
+    Kernel(_store.check, _store_kv, _store.fake, program.store_kv),
+)
+define_in(
+    LIBRARY,
+    "linear(Tensor x, Tensor weight) -> Tensor",
+    Kernel(
+        _check_linear,
+        partial(_run, program.linear, Kernel(_check_linear, _matmul, _product), _product),
+        _product,
+        program.linear,
+    ),
+)
