@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from gemma_npu_compile.capabilities import Platform
 from gemma_npu_compile.passes.fx import argument, arguments, call, copy_trace, root, written_roots
 from gemma_npu_compile.passes.result import PassResult
 from gemma_npu_compile.passes.sites import attention_nodes, query_len, row_count
@@ -35,11 +36,14 @@ def _clip(graph: Graph, table: Node, lens: Node, reach: int, span: int, block_si
     return clipped, local
 
 
-def clip_to_window(gm: GraphModule) -> PassResult:
+def clip_to_window(gm: GraphModule, *, platform: Platform | None = None) -> PassResult:
     """Clip the block table of every attention node with a window; once per group and phase.
 
     The table's first column becomes the block of the oldest key the row's first query sees, and the row's length counts
     from there. Inputs that share one buffer (layers of one group) share the clipped table.
+
+    Args:
+        platform: the CPU's kernels take lengths from memory and read no block outside of a window: nothing to clip.
     """
     result = PassResult()
     graph = gm.graph
@@ -48,6 +52,9 @@ def clip_to_window(gm: GraphModule) -> PassResult:
     for node in attention_nodes(gm):
         window, table, lens = (argument(node, name) for name in ("window", "block_table", "kv_lens"))
         if window is None:
+            continue
+        if platform is not None and platform.name == "cpu":
+            result.left["the platform's kernel reads no further than the window"] += 1
             continue
         if argument(node, "query_lens") is not None or (isinstance(row_count(node), int) and row_count(node) == 0):
             result.left["ragged queries, or no rows"] += 1

@@ -32,6 +32,15 @@ def _products(gm: GraphModule, result: PassResult) -> None:
             result.changed += 1
 
 
+def _functions(gm: GraphModule, result: PassResult) -> None:
+    """Of rotary tables and soft caps; ATen's would start threads of its own between two programs."""
+    for name in ("tanh", "sin", "cos"):
+        for node in gm.graph.find_nodes(op="call_function", target=getattr(aten, name).default):
+            if value(node).dtype in DTYPES:
+                node.target = getattr(torch.ops.gemma_npu_cpu, name).default
+                result.changed += 1
+
+
 def lower_native(gm: GraphModule, *, platform: Platform) -> PassResult:
     """Replace operators by ``gemma_npu_cpu::`` ones where the platform is the CPU and a C++ compiler exists.
 
@@ -65,5 +74,6 @@ def lower_native(gm: GraphModule, *, platform: Platform) -> PassResult:
         node.target = getattr(torch.ops.gemma_npu_cpu, name).default
         result.changed += 1
     _products(gm, result)
+    _functions(gm, result)
     gm.graph.eliminate_dead_code()
     return result

@@ -18,17 +18,40 @@ def _some(*commands: Command | None) -> Commands:
     return tuple(c for c in commands if c is not None) if None not in commands else ()
 
 
+def _is_whole(x: Any) -> bool:
+    return not x.is_floating_point() if isinstance(x, Tensor) else type(x) is int
+
+
 def _binary(name: str) -> Callable[..., Commands]:
     def commands(left: Any, right: Any, *, alpha: Any = 1, out: Tensor) -> Commands:
         if alpha != 1 or not isinstance(left, Tensor):
             return ()
-        if isinstance(right, Tensor) and right.dim() == 0 and right.dtype != left.dtype:
-            return ()
+        if _is_whole(left) and _is_whole(right):
+            return _some(program.integers(name, left, right, out)) if name != "div" else ()
         if not isinstance(right, Tensor) and name in ("add", "sub"):  # ATen rounds these numbers to the tensor's dtype
             right = torch.tensor(right, dtype=left.dtype).item()
         return _some(program.binary(name, left, right, out))
 
     return commands
+
+
+def _whole(name: str) -> Callable[..., Commands]:
+    def commands(left: Any, right: Any, *, out: Tensor) -> Commands:
+        if not isinstance(left, Tensor) or not _is_whole(left) or not _is_whole(right):
+            return ()
+        return _some(program.integers(name, left, right, out))
+
+    return commands
+
+
+def _clamp(x: Tensor, min: Any = None, max: Any = None, *, out: Tensor) -> Commands:  # noqa: A002  (ATen's names)
+    if not _is_whole(x) or (min is None) == (max is None):
+        return ()
+    return _some(program.integers("least", x, min, out) if max is None else program.integers("most", x, max, out))
+
+
+def _gather(source: Tensor, dim: int, index: Tensor, sparse_grad: bool = False, *, out: Tensor) -> Commands:
+    return _some(program.gather(source, dim, index, out)) if source.dim() == out.dim() else ()
 
 
 def _cat(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor) -> Commands:
@@ -51,6 +74,8 @@ def _embedding(
 
 
 def _copy(out: Tensor, source: Tensor, non_blocking: bool = False) -> Commands:
+    if source.dtype != out.dtype:
+        return _some(program.integers("add", source, 0, out))
     return _some(program.copy(source, out))
 
 
@@ -70,5 +95,10 @@ COMMANDS: dict[Any, Callable[..., Commands]] = {
     aten.embedding.default: _embedding,
     aten.copy_.default: _copy,
     aten.argmax.default: _argmax,
+    aten.gather.default: _gather,
+    aten.clamp.default: _clamp,
+    aten.floor_divide.default: _whole("floor_divide"),
+    aten.remainder.Scalar: _whole("remainder"),
+    aten.eq.Tensor: _whole("eq"),
 }
 """By operator: commands for its arguments and ``out``; empty where they do not fit."""

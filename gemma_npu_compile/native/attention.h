@@ -147,33 +147,40 @@ void attend(const Attention& s, Shared& shared, int64_t row, int64_t kv_head, in
     weighted_sum(values, weights, count, group, width, sum_to);
 }
 
-// out, query: addresses 0, 1 with strides (row, query, head) at 21, 18; keys, values (blocks, block, kv_heads, width);
-// table int32 with a row stride; lengths int32. First all chunks of all rows, then what the chunks of a row add up to.
+// The keys any query of a row sees, from the start of a chunk on.
+inline void bounds(const Attention& s, Shared& shared, int64_t row, int64_t& begin, int64_t& end) {
+    end = s.length(row);
+    if (end > s.columns() * s.block()) {
+        shared.fail(TOO_LONG);
+        end = 0;
+    }
+    begin = std::min(end, s.first(row, 0) / CHUNK * CHUNK);
+}
+
+// All chunks of all rows. out, query: addresses 0, 1 with strides (row, query, head) at 21, 18; keys, values (blocks,
+// block, kv_heads, width); table int32 with a row stride; lengths int32.
 template <class T>
 void attention(const Word* a, Shared& shared, int t, int n) {
     Attention s{a};
-    const int64_t group = s.group(), width = s.width(), q_len = s.queries(), per_kv = s.heads() / s.kv_heads();
-    auto bounds = [&](int64_t row, int64_t& begin, int64_t& end) {  // keys any query of the row sees
-        end = s.length(row);
-        if (end > s.columns() * s.block()) {
-            shared.fail(TOO_LONG);
-            end = 0;
-        }
-        begin = std::min(end, s.first(row, 0) / CHUNK * CHUNK);
-    };
     for (int64_t unit = t; unit < s.rows() * s.kv_heads() * s.chunks(); unit += n) {
         int64_t chunk = unit % s.chunks(), head = unit / s.chunks() % s.kv_heads();
         int64_t row = unit / s.chunks() / s.kv_heads(), begin, end;
-        bounds(row, begin, end);
+        bounds(s, shared, row, begin, end);
         int64_t from = begin + chunk * CHUNK, until = std::min(end, from + CHUNK);
         from = std::max(from, std::min(until, s.first(row, 0)));
         if (from < until) attend<T>(s, shared, row, head, from, until, shared.scratch + unit * s.partial());
     }
-    shared.barrier();
+}
+
+// What the chunks of each row add up to; the words are those of `attention`.
+template <class T>
+void combine(const Word* a, Shared& shared, int t, int n) {
+    Attention s{a};
+    const int64_t group = s.group(), width = s.width(), q_len = s.queries(), per_kv = s.heads() / s.kv_heads();
     Share mine(s.rows() * s.heads() * q_len, t, n);
     for (int64_t unit = mine.begin; unit < mine.end; unit++) {
         int64_t q = unit % q_len, head = unit / q_len % s.heads(), row = unit / q_len / s.heads(), begin, end;
-        bounds(row, begin, end);
+        bounds(s, shared, row, begin, end);
         int64_t chunks = (end - begin + CHUNK - 1) / CHUNK, g = head % per_kv * q_len + q;
         const float* parts = shared.scratch + (row * s.kv_heads() + head / per_kv) * s.chunks() * s.partial();
         float most = -INFINITY, total = 0, *scale = own(chunks);

@@ -1,9 +1,9 @@
 // CPU kernels of a captured step, and the loop that replays them.
 //
 // A program is a list of commands over one array of 64-bit words; library.py writes it. Words are addresses, sizes,
-// strides in elements, or the bits of a double. Every thread runs every command and takes its share of the work; a
-// barrier stands behind each. A result element is computed by one thread in one order whatever the number of threads or
-// rows, so results depend on neither. Arithmetic is float32; results are rounded once, to nearest even.
+// strides in elements, or the bits of a double. A command's work is cut into units, and threads take them; the next
+// command starts when all are done. A result element is computed in one order whatever the number of threads or rows, so
+// results depend on neither. Arithmetic is float32; results are rounded once, to nearest even.
 
 #include <mutex>
 #include <thread>
@@ -27,64 +27,99 @@ const Kernel KERNELS[] = {
     rotary<float, float>, rotary<bf16, bf16>, rotary<bf16, float>,
     gelu_mul<float>, gelu_mul<bf16>,
     store_kv<int32_t>, store_kv<int64_t>,
-    attention<float>, attention<bf16>,
+    attention<float>, attention<bf16>, combine<float>, combine<bf16>,
     binary<float, 0>, binary<bf16, 0>, binary<float, 1>, binary<bf16, 1>,
     binary<float, 2>, binary<bf16, 2>, binary<float, 3>, binary<bf16, 3>,
     copy<uint8_t>, copy<uint16_t>, copy<uint32_t>, copy<uint64_t>,
     take,
     argmax<float>, argmax<bf16>,
+    tanh_rows<float>, tanh_rows<bf16>,
+    sines,
+    integers,
+    gather<uint8_t>, gather<uint16_t>, gather<uint32_t>, gather<uint64_t>,
 };
 
 // ---- programs
 
 struct Program {
-    const Word* words;  // per command: kernel, number of arguments, arguments
+    const Word* words;  // per command: kernel, number of arguments, units of work, arguments
     int64_t count;
 };
 
-void execute(const Program& program, Shared& shared, int t) {
-    const Word* at = program.words;
-    for (int64_t i = 0; i < program.count; i++) {
-        current = i + 1;
-        KERNELS[at[0]](at + 2, shared, t, shared.threads);
-        shared.barrier();
-        at += 2 + at[1];
-    }
-}
-
-struct Pool {
+// Threads that help. The one that runs a program goes from command to command and offers each command's units; who has
+// time takes the next one. A helper that lost its core holds nobody up, unless it lost it inside of a unit.
+class Pool {
+  public:
     std::mutex busy;
-    std::vector<std::thread> workers;
-    std::atomic<uint32_t> ticket{0};
-    std::atomic<int> left{0};
-    const Program* program = nullptr;
-    Shared* shared = nullptr;
     std::vector<float> scratch;
 
-    void work(int index, uint32_t seen) {
-        for (;;) {
-            for (int i = 0; i < 3000 && ticket.load(std::memory_order_acquire) == seen; i++) pause();
-            while (ticket.load(std::memory_order_acquire) == seen) ticket.wait(seen);
-            seen = ticket.load(std::memory_order_acquire);
-            if (index < shared->threads) execute(*program, *shared, index);
-            left.fetch_sub(1, std::memory_order_acq_rel);
+    void run(const Program& program, Shared& given, int threads) {
+        for (; helpers < threads - 1; helpers++) std::thread([this] { help(); }).detach();
+        shared = &given;
+        const Word* next = program.words;
+        for (int64_t i = 1; i <= program.count; i++, next += 3 + next[1]) {
+            current = i;
+            if (next[2] == 1 || threads == 1)
+                for (int unit = 0; unit < next[2]; unit++) KERNELS[next[0]](next + 3, given, unit, int(next[2]));
+            else
+                offer(next, i);
         }
     }
-    void run(const Program& given, Shared& state) {
-        while (int(workers.size()) < state.threads - 1) {
-            int index = int(workers.size()) + 1;
-            uint32_t seen = ticket.load();
-            workers.emplace_back([this, index, seen] { work(index, seen); });
-        }
-        program = &given;
-        shared = &state;
-        left.store(int(workers.size()), std::memory_order_relaxed);
-        if (state.threads > 1) {
-            ticket.fetch_add(1, std::memory_order_acq_rel);
+
+  private:
+    static constexpr int BITS = 12;  // of a number of units
+    static constexpr uint64_t MASK = (1 << BITS) - 1;
+
+    int helpers = 0;
+    std::atomic<uint64_t> offered{0};  // serial number of the command, its units, the next unit nobody took
+    std::atomic<int> done{0}, sleeping{0};
+    std::atomic<uint32_t> ticket{0};
+    const Word* at = nullptr;  // these three are read by who took a unit, and while one is out they stay
+    Word index = 0;
+    Shared* shared = nullptr;
+
+    // One unit of what is offered, if there is one.
+    bool take() {
+        uint64_t seen = offered.load();
+        uint64_t units = seen >> BITS & MASK, unit = seen & MASK;
+        if (unit >= units || !offered.compare_exchange_strong(seen, seen + 1)) return unit < units;
+        current = index;
+        KERNELS[at[0]](at + 3, *shared, int(unit), int(units));
+        done.fetch_add(1, std::memory_order_release);
+        return true;
+    }
+    bool open() const {
+        uint64_t seen = offered.load();
+        return (seen & MASK) < (seen >> BITS & MASK);
+    }
+    void offer(const Word* command, Word number) {
+        at = command;
+        index = number;
+        done.store(0, std::memory_order_relaxed);
+        uint64_t serial = (offered.load(std::memory_order_relaxed) >> 2 * BITS) + 1;
+        offered.store(serial << 2 * BITS | uint64_t(command[2]) << BITS);
+        if (sleeping.load()) {
+            ticket.fetch_add(1);
             ticket.notify_all();
         }
-        execute(given, state, 0);
-        if (state.threads > 1) spin([&] { return left.load(std::memory_order_acquire) == 0; });
+        while (open()) take();
+        spin([&] { return done.load(std::memory_order_acquire) == command[2]; });
+    }
+    void help() {
+        for (;;) {
+            uint32_t seen = ticket.load();
+            for (int i = 0; i < 2000 && !open(); i++) {
+                pause();
+                if (i > 200) sched_yield();
+            }
+            if (!open()) {
+                sleeping.fetch_add(1);
+                if (!open()) ticket.wait(seen);
+                sleeping.fetch_sub(1);
+            }
+            while (take()) {
+            }
+        }
     }
 };
 
@@ -100,19 +135,13 @@ struct Fork {  // a child has none of the threads
 
 // Run `count` commands; scratch floats they need in all. Returns 0, or code << 32 | the failing command, from 1.
 extern "C" int64_t gemma_npu_run(const int64_t* words, int64_t count, int64_t scratch, int64_t threads) {
-    Program program{words, count};
     Shared shared;
     std::unique_lock<std::mutex> lock(pool->busy, std::try_to_lock);
-    std::vector<float> mine;
-    if (!lock.owns_lock()) threads = 1;  // another thread replays: nothing to wait for
-    std::vector<float>& space = lock.owns_lock() ? pool->scratch : mine;
-    if (int64_t(space.size()) < scratch) space.resize(scratch);
-    shared.scratch = space.data();
-    shared.threads = int(threads);
-    if (lock.owns_lock())
-        pool->run(program, shared);
-    else
-        execute(program, shared, 0);
+    Pool alone;  // another thread replays: nothing to wait for
+    Pool& mine = lock.owns_lock() ? *pool : alone;
+    if (int64_t(mine.scratch.size()) < scratch) mine.scratch.resize(scratch);
+    shared.scratch = mine.scratch.data();
+    mine.run({words, count}, shared, lock.owns_lock() ? int(threads) : 1);
     return shared.error.load();
 }
 

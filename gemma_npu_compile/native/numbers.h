@@ -93,4 +93,13 @@ inline Vec gelu(Vec x) {
     return x / (all(1) + exp(all(-2) * u));
 }
 
+inline Vec tanh(Vec x) {
+    Vec square = x * x, small = all(-5.70498872745e-3f);
+    for (float c : {2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f, -3.33332819422e-1f})
+        small = fma(small, square, all(c));
+    small = fma(small * square, x, x);  // near 0 the other form would lose digits
+    Vec large = all(1) - all(2) / (exp(x + x) + all(1));
+    return pick(square < all(0.390625f), small, large);
+}
+
 }  // namespace

@@ -83,4 +83,35 @@ void gelu_mul(const Word* a, Shared&, int t, int n) {
     }
 }
 
+// sin(x + quarters * pi / 2) of a float, in double: right to the last bit or two for positions of any context.
+inline float sine(float x, int quarters) {
+    if (!std::isfinite(x)) return NAN;
+    double turns = std::nearbyint(x * 0.6366197723675814);
+    double r = x - turns * 1.5707963267948966 - turns * 6.123233995736766e-17, r2 = r * r;
+    int64_t quarter = (int64_t(turns) + quarters) & 3;
+    double odd = r * (1 + r2 * (-1 / 6. + r2 * (1 / 120. + r2 * (-1 / 5040. + r2 * (1 / 362880. - r2 / 39916800.)))));
+    double even = 1 + r2 * (-1 / 2. + r2 * (1 / 24. + r2 * (-1 / 720. + r2 * (1 / 40320. - r2 / 3628800.))));
+    double result = quarter & 1 ? even : odd;
+    return float(quarter & 2 ? -result : result);
+}
+
+// out (count) and x (count), contiguous: cosines for 1 quarter of a turn ahead, sines for 0
+inline void sines(const Word* a, Shared&, int t, int n) {
+    Share mine(a[2], t, n);
+    for (int64_t i = mine.begin; i < mine.end; i++) ((float*)a[0])[i] = sine(((const float*)a[1])[i], int(a[3]));
+}
+
+// out (count, width) contiguous; x rows
+template <class T>
+void tanh_rows(const Word* a, Shared&, int t, int n) {
+    T* out = (T*)a[0];
+    Rows<const T> x{(const T*)a[1], a + 4, a + 7};
+    int64_t pieces = a[3] / LANES;
+    Share mine(a[2] * pieces, t, n, 16);
+    for (int64_t u = mine.begin; u < mine.end; u++) {
+        int64_t i = u / pieces, j = u % pieces * LANES;
+        store(out + i * a[3] + j, tanh(load(x[i] + j)));
+    }
+}
+
 }  // namespace

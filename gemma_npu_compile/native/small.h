@@ -25,6 +25,69 @@ void binary(const Word* a, Shared&, int t, int n) {
     }
 }
 
+enum Type { I32, I64, BOOL, F32 };
+
+inline int64_t whole(const void* data, int64_t i, Word type) {
+    return type == I32 ? ((const int32_t*)data)[i] : type == I64 ? ((const int64_t*)data)[i] : ((const uint8_t*)data)[i];
+}
+inline void put_whole(void* data, int64_t i, Word type, int64_t x) {
+    if (type == I32) ((int32_t*)data)[i] = int32_t(x);
+    if (type == I64) ((int64_t*)data)[i] = x;
+    if (type == BOOL) ((uint8_t*)data)[i] = x != 0;
+    if (type == F32) ((float*)data)[i] = float(x);
+}
+
+enum Integer { ADD, SUB, MUL, FLOOR_DIVIDE, REMAINDER, EQ, LEAST, MOST };
+
+// Indices, lengths and conversions: types of out and operands at 20; a fixed right operand where there is no second one,
+// which is not 0 where it divides.
+inline void integers(const Word* a, Shared&, int t, int n) {
+    const Word *size = a + 4, *so = a + 8, *sa = a + 12, *sb = a + 16, *type = a + 20;
+    Share mine(size[0] * size[1] * size[2] * size[3], t, n);
+    for (int64_t u = mine.begin; u < mine.end; u++) {
+        int64_t i[4] = {u / size[3] / size[2] / size[1], u / size[3] / size[2] % size[1], u / size[3] % size[2], u % size[3]};
+        int64_t to = 0, x = 0, y = 0;
+        for (int k = 0; k < 4; k++) {
+            to += i[k] * so[k];
+            x += i[k] * sa[k];
+            y += i[k] * sb[k];
+        }
+        int64_t l = whole((const void*)a[1], x, type[1]), r = a[2] ? whole((const void*)a[2], y, type[2]) : a[3], result = 0;
+        switch (a[23]) {
+            case ADD: result = l + r; break;
+            case SUB: result = l - r; break;
+            case MUL: result = l * r; break;
+            case FLOOR_DIVIDE: result = l / r - (l % r != 0 && (l < 0) != (r < 0)); break;
+            case REMAINDER: result = l % r + (l % r != 0 && (l < 0) != (r < 0) ? r : 0); break;
+            case EQ: result = l == r; break;
+            case LEAST: result = std::max(l, r); break;
+            case MOST: result = std::min(l, r); break;
+        }
+        put_whole((void*)a[0], to, type[0], result);
+    }
+}
+
+// out[i] = from[i with index[i] in the place of one axis]; int64 indices, up to 4 axes, elements of `S`
+template <class S>
+void gather(const Word* a, Shared& shared, int t, int n) {
+    const Word *size = a + 5, *so = a + 9, *si = a + 13, *sf = a + 17;  // the stride of `from` is 0 along that axis
+    Share mine(size[0] * size[1] * size[2] * size[3], t, n);
+    for (int64_t u = mine.begin; u < mine.end; u++) {
+        int64_t i[4] = {u / size[3] / size[2] / size[1], u / size[3] / size[2] % size[1], u / size[3] % size[2], u % size[3]};
+        int64_t to = 0, at = 0, from = 0;
+        for (int k = 0; k < 4; k++) {
+            to += i[k] * so[k];
+            at += i[k] * si[k];
+            from += i[k] * sf[k];
+        }
+        int64_t chosen = ((const int64_t*)a[2])[at];
+        if (chosen < 0 || chosen >= a[3])
+            shared.fail(INDEX_OUT_OF_RANGE);
+        else
+            ((S*)a[0])[to] = ((const S*)a[1])[from + chosen * a[4]];
+    }
+}
+
 // out and from with up to 4 sizes and strides in elements of `S`
 template <class S>
 void copy(const Word* a, Shared&, int t, int n) {

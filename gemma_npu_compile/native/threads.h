@@ -1,4 +1,4 @@
-// What the threads of one run share, and how they divide its work.
+// What the units of a command's work share, and how they divide it.
 #pragma once
 
 #include <algorithm>
@@ -25,36 +25,23 @@ template <class Done>
 void spin(const Done& done) {
     for (int i = 0; !done(); i++) {
         pause();
-        if (i > 4000) sched_yield();  // another process may have the core of whom we wait for
+        if (i > 200) sched_yield();  // somebody else may have the core of whom we wait for
     }
 }
 
 thread_local Word current;  // the command this thread is in, from 1
 
 struct Shared {  // of one run of a program
-    int threads;
     float* scratch;
-    std::atomic<int> arrived{0};
-    std::atomic<int> round{0};
     std::atomic<Word> error{0};  // 0, or code << 32 | the first command that failed, from 1
 
-    void barrier() {
-        if (threads == 1) return;
-        int mine = round.load(std::memory_order_acquire);
-        if (arrived.fetch_add(1, std::memory_order_acq_rel) == threads - 1) {
-            arrived.store(0, std::memory_order_relaxed);
-            round.store(mine + 1, std::memory_order_release);
-        } else {
-            spin([&] { return round.load(std::memory_order_acquire) != mine; });
-        }
-    }
     void fail(int code) {
         Word none = 0;
         error.compare_exchange_strong(none, Word(code) << 32 | current);
     }
 };
 
-struct Share {  // the part [begin, end) of `count` units that thread t of n does, in steps of `step`
+struct Share {  // the part [begin, end) of `count` that unit t of n does, in steps of `step`
     int64_t begin, end;
     Share(int64_t count, int t, int n, int64_t step = 1) {
         int64_t steps = (count + step - 1) / step;

@@ -2,7 +2,8 @@
 
 They are to a CPU what ``npu::`` operators are to an NPU: what a graph is lowered to. Each takes the arguments of the
 dialect operator of its name; where a C++ kernel does not take the tensors of a call, the dialect's kernel computes.
-``linear`` has no counterpart there: it is ``x @ weight.T``.
+``linear``, which is ``x @ weight.T``, and ``tanh``, ``sin`` and ``cos`` have no counterpart there: ATen computes them
+where the kernels do not.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import gemma_npu_compile.ops.norm
 import gemma_npu_compile.ops.rotary
 import gemma_npu_compile.ops.store  # noqa: F401
 from gemma_npu_compile.native import program
-from gemma_npu_compile.ops.library import KERNELS, Kernel, define_in
+from gemma_npu_compile.ops.library import KERNELS, Kernel, define_in, empty_like
 
 NAMESPACE = "gemma_npu_cpu"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
@@ -113,3 +114,23 @@ define_in(
         program.linear,
     ),
 )
+
+
+def _no_check(x: Tensor) -> None:
+    pass
+
+
+def _unary(name: str, command: Callable[..., program.Command | None]) -> None:
+    """An elementwise operator of ATen, once more."""
+    op = getattr(torch.ops.aten, name).out
+
+    def reference(x: Tensor, *, out: Tensor) -> Tensor:
+        return op(x, out=out)
+
+    run = partial(_run, command, Kernel(_no_check, reference, empty_like), empty_like)
+    define_in(LIBRARY, f"{name}(Tensor x) -> Tensor", Kernel(_no_check, run, empty_like, command))
+
+
+_unary("tanh", program.tanh)
+_unary("sin", partial(program.sines, 0))
+_unary("cos", partial(program.sines, 1))

@@ -179,6 +179,61 @@ def test_small_operators_are_atens_bit_for_bit(op, dtype):
                 assert torch.equal(out, op(*operands))
 
 
+@given(seeds, st.sampled_from([torch.int32, torch.int64]), st.sampled_from([torch.int32, torch.int64]))
+def test_integers_are_atens(seed, left_dtype, right_dtype):
+    left, right = (torch.randint(-9, 9, (2, 3), generator=torch.Generator().manual_seed(seed + i)) for i in (0, 1))
+    left, right = left.to(left_dtype), right.to(right_dtype)
+    cases = [(op, (left, each)) for op in (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor) for each in (right, 7)]
+    cases += [(op, (left, n)) for op in (aten.floor_divide.default, aten.remainder.Scalar) for n in (4, -4)]
+    cases += [(aten.clamp.default, (left, -2)), (aten.clamp.default, (left, None, 3))]
+    cases += [(aten.eq.Tensor, (left, right)), (aten.add.Tensor, (left[:1], right.t()[:, :1]))]
+    for op, args in cases:
+        expected = op(*args)
+        out = torch.zeros_like(expected)
+        commands = COMMANDS[op](*args, out=out)
+        assert len(commands) == 1
+        Program(commands)()
+        assert torch.equal(out, expected), op
+    for source, dtype in ((left, torch.float32), (left, torch.int64), (right, torch.int32), (left > 0, torch.int64)):
+        out = torch.zeros(source.shape, dtype=dtype)
+        Program(COMMANDS[aten.copy_.default](out, source))()
+        assert torch.equal(out, source.to(dtype))
+    zero = torch.zeros(2, 3, dtype=torch.int64)
+    assert COMMANDS[aten.floor_divide.default](left.long(), 0, out=zero) == ()
+    assert COMMANDS[aten.floor_divide.default](left.long(), right.long(), out=zero) == ()
+
+
+@given(seeds, st.sampled_from([torch.float32, torch.int32, torch.bfloat16]), st.integers(0, 2), st.booleans())
+def test_gather_is_atens(seed, dtype, dim, turned):
+    source = (random(seed, 4, 5, 6) * 3).to(dtype)
+    source = source.mT if turned else source
+    shape = [2, 3, 4]
+    index = torch.randint(source.shape[dim], shape, generator=torch.Generator().manual_seed(seed))
+    out = torch.zeros(shape, dtype=dtype)
+    Program(COMMANDS[aten.gather.default](source, dim, index, out=out))()
+    assert torch.equal(out, source.gather(dim, index))
+
+
+@given(seeds, floats, st.integers(1, 3), st.sampled_from([1e-4, 0.5, 3.0, 100.0]))
+def test_tanh(seed, dtype, rows, size):
+    x = random(seed, rows, 24, dtype=dtype) * size
+    command_of("tanh", x, out=torch.empty_like(x))
+    agree(native.tanh(x), x.double().tanh().to(dtype))
+    ends = torch.tensor([0.0, -0.0, 1e-30, 20.0, -20.0, float("inf"), -float("inf"), 0.624])
+    torch.testing.assert_close(native.tanh(ends), ends.tanh(), rtol=1e-6, atol=0)
+    assert native.tanh(torch.full((8,), float("nan"))).isnan().all()
+
+
+def test_sines_of_long_contexts():
+    x = torch.cat([random(1, 500) * 10, torch.rand(500) * 262144, torch.arange(500) * torch.pi / 4])
+    for name in ("sin", "cos"):
+        command_of(name, x, out=torch.empty_like(x))
+        found, exact = getattr(native, name)(x), getattr(x.double(), name)()
+        torch.testing.assert_close(found.double(), exact, rtol=2e-7, atol=1e-9)
+        assert getattr(native, name)(torch.tensor([float("inf"), float("nan")])).isnan().all()
+    agree(native.cos(x[:8].bfloat16()), x[:8].bfloat16().cos())
+
+
 def test_copies_and_lookups_are_atens():
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
         parts = [(random(i, 2, n, 3) * 3).to(dtype) for i, n in enumerate((1, 4, 2))]
