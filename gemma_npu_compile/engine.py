@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gemma_npu_compile.backend import Backend
+from gemma_npu_compile.direct import DirectCall, TappedRunner
 from gemma_npu_compile.kv_cache import PagedKVCache
 from gemma_npu_compile.models import PagedContext
 from gemma_npu_compile.ops import slot_mapping
@@ -36,7 +37,9 @@ class _Run:
 
     call: Any
     backend: Backend
+    runners: list[TappedRunner] = dataclasses.field(default_factory=list)
     warm: int = -1  # the backend's number of resets at the last warm-up
+    direct: DirectCall | None = None
 
 
 _compiling = threading.Lock()  # engines of several threads are compiled one after the other
@@ -96,7 +99,13 @@ class Engine:
             if kind == "open":
                 step = copy.copy(step)  # the same modules and buffers
                 step.return_states = True
-            run = _Run(step, Backend(self.report.graphs.append))
+            runners: list[TappedRunner] = []
+
+            def runner(*args: Any) -> TappedRunner:
+                runners.append(TappedRunner(*args))
+                return runners[-1]
+
+            run = _Run(step, Backend(self.report.graphs.append, runner), runners)
             if self.compiled:
                 given = {f.name: getattr(self._options, f.name) for f in dataclasses.fields(self._options)}
                 # Engines share the code of forward: isolation keeps one from counting as a recompilation of another.
@@ -128,6 +137,8 @@ class Engine:
             draws = Draws(step.filters_padding[:2].clone(), step.keys_padding[:2].clone())
             mark_rows(*draws)
             arguments.append(draws)
+        run.runners.clear()
+        run.direct = None
         with _compiling:
             run.call(*arguments, host_len=host_len)
         run.warm = run.backend.resets
@@ -252,11 +263,7 @@ class Engine:
         if len(rows) == 1:  # torch traces one row apart from many: run it beside a padded one
             host_len = torch.cat([host_len, cache.host_padding_lens[1:2]])
             inputs = [torch.cat([i, p[1:2]]) for i, p in zip(inputs, self._paddings(), strict=False)]
-        last = 3 + len(cache.groups)
-        arguments: list[Any] = [*inputs[:3], tuple(inputs[3:last])]
-        if kind == "sampled":
-            arguments.append(Draws(*inputs[last:]))
-        output: StepOutput = self._run(kind).call(*arguments, host_len=host_len)
+        output = self._call(kind, [*inputs, host_len])
         tokens, accepted, token, hidden, seq_len = (
             each[: len(rows)] for each in (output.tokens, output.accepted, output.token, output.hidden, output.seq_len)
         )
@@ -266,6 +273,27 @@ class Engine:
             accepted, token, hidden, seq_len = accept(tokens, drafts, states, state.seq_len)
         following = State(rows, token, hidden, seq_len, [length + width for length in state.lengths])
         return following, Results(tokens, accepted)
+
+    def _call(self, kind: Kind, leaves: list[Tensor]) -> StepOutput:
+        """The step on its tensors in order: token, hidden, seq_len, tables, draws, host_len."""
+        run = self._run(kind)
+        if run.direct is not None and run.direct.holds():
+            return run.direct(leaves)
+        last = 3 + len(self.cache.groups)
+        arguments: list[Any] = [*leaves[:3], tuple(leaves[3:last])]
+        if kind == "sampled":
+            arguments.append(Draws(*leaves[last:-1]))
+        watched = run.runners[0] if len(run.runners) == 1 and run.direct is None and not self._options.record else None
+        if watched is None:
+            return run.call(*arguments, host_len=leaves[-1])
+        watched.tap = []
+        try:
+            output: StepOutput = run.call(*arguments, host_len=leaves[-1])
+            if len(watched.tap) == 1:
+                run.direct = DirectCall(self.step, watched, *watched.tap[0], leaves, output)
+        finally:
+            watched.tap = None
+        return output
 
     def _paddings(self) -> list[Tensor]:
         """What padded rows of the step's inputs hold, in the order of the inputs."""

@@ -1,5 +1,6 @@
 """The plan: everything a replay needs to know of a graph, computed once from the final FX graph."""
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,16 +70,19 @@ class Plan:
         """The host lists, in the order of the graph."""
         return tuple(each for each in self.extras if isinstance(each, HostLengths))
 
+    @functools.cached_property
+    def _reads(self) -> tuple[tuple[sympy.Symbol, int, int | None], ...]:
+        """Where each symbol's value can be read: argument and axis, or a host integer."""
+        found: dict[sympy.Symbol, tuple[int, int | None]] = {}
+        for item in self.inputs:
+            for axis, expr in enumerate(item.shape):
+                if isinstance(expr, sympy.Symbol):
+                    found[expr] = item.source, None if item.dtype is None else axis
+        return tuple((symbol, *place) for symbol, place in found.items())
+
     def values(self, args: list[Any]) -> Values:
         """Value of every symbol, read from the arguments of a call."""
-        found: Values = {}
-        for item in self.inputs:
-            arg = args[item.source]
-            sizes = (arg,) if item.dtype is None else arg.shape
-            for expr, size in zip(item.shape, sizes, strict=True):
-                if isinstance(expr, sympy.Symbol):
-                    found[expr] = int(size)
-        return found
+        return {s: int(args[source] if axis is None else args[source].shape[axis]) for s, source, axis in self._reads}
 
 
 def _reached(start: Node, targets: tuple[Any, ...], through: tuple[Any, ...]) -> bool:

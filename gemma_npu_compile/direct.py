@@ -1,0 +1,109 @@
+"""Calling a compiled step without asking Dynamo's guards again.
+
+Guards look at some hundred modules, parameters and configuration values in every call: on a small model that takes as
+long as the step. An engine calls one function with arguments it makes itself, so it can learn from one call which of
+the runner's arguments are its own, and compare the rest, cheaply, with what they were.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gemma_npu_compile.graphs.runner import GraphRunner
+from gemma_npu_compile.step import StepOutput
+
+
+class TappedRunner(GraphRunner):
+    """A runner whose next call can be watched."""
+
+    tap: list[tuple[list[Any], list[Any]]] | None = None
+
+    def __call__(self, args: list[Any]) -> list[Any]:
+        given = list(args)
+        results = super().__call__(args)
+        if self.tap is not None:
+            self.tap.append((given, results))
+        return results
+
+
+def _weights(step: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
+    dicts = [d for module in step.modules() for d in (module._parameters, module._buffers)]
+    return [(d, name, tensor) for d in dicts for name, tensor in d.items()]
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _positions(runner: GraphRunner, given: list[Any], leaves: Sequence[Tensor]) -> dict[int, int] | None:
+    """Which argument of the runner is which of ``leaves``; None where that is not certain. Row counts are -1."""
+    places = {_place(leaf): index for index, leaf in enumerate(leaves)}
+    if len(places) < len(leaves):
+        return None
+    static = {item.source for item in runner.plan.inputs if item.static}
+    sizes = {item.source: item.shape for item in runner.plan.inputs if item.dtype is None}
+    found: dict[int, int] = {}
+    for source, arg in enumerate(given):
+        if isinstance(arg, Tensor):
+            if source not in static and _place(arg) in places:
+                found[source] = places[_place(arg)]
+        elif sizes.get(source) == (runner.plan.rows,):
+            found[source] = -1
+        else:
+            return None
+    copied = {item.source for item in runner.plan.inputs if item.buffer is not None}
+    return found if copied <= found.keys() else None
+
+
+class DirectCall:
+    """The step as one runner call.
+
+    Args:
+        step: whose weights must stay what they are.
+        runner: that ran it.
+        given, results: the runner's arguments and results in one call ...
+        leaves, output: ... and the step's, tensors in the order of its parameters.
+
+    Attributes:
+        possible: whether every argument and result was recognised; otherwise call the compiled function.
+    """
+
+    def __init__(
+        self,
+        step: nn.Module,
+        runner: GraphRunner,
+        given: list[Any],
+        results: list[Any],
+        leaves: Sequence[Tensor],
+        output: StepOutput,
+    ) -> None:
+        self._runner, self._template = runner, list(given)
+        self._weights = _weights(step)
+        positions = _positions(runner, given, leaves) if runner.plan.rows is not None else None
+        outputs = [next((i for i, r in enumerate(results) if r is each), None) for each in output]
+        self._outputs = [index for index in outputs if index is not None]
+        self._positions = positions or {}
+        self.possible = positions is not None and len(self._outputs) == len(outputs)
+        for source in self._positions:
+            self._template[source] = None  # not to keep a caller's tensors
+
+    def holds(self) -> bool:
+        """Whether a call of the compiled function would come to the same: no weight was replaced, no mode is on."""
+        return (
+            self.possible
+            and not torch.is_autocast_enabled("cpu")
+            and not torch.is_autocast_enabled(self._runner.plan.device.type)
+            and not torch._C._len_torch_dispatch_stack()
+            and not torch._C._len_torch_function_stack()
+            and all(d.get(name) is tensor for d, name, tensor in self._weights)
+        )
+
+    def __call__(self, leaves: Sequence[Tensor]) -> StepOutput:
+        """Run the step on ``leaves``; raises as the runner does."""
+        args = list(self._template)
+        for source, index in self._positions.items():
+            args[source] = leaves[index] if index >= 0 else leaves[0].shape[0]
+        results = self._runner(args)
+        return StepOutput(*(results[index] for index in self._outputs))

@@ -1,0 +1,102 @@
+"""The engine's own way to a captured step: the same results, and back to Dynamo's as soon as something has changed."""
+
+import pytest
+import torch
+from torch import nn
+
+import gemma_npu_compile as gnc
+from gemma_npu_compile.errors import ReplayError
+
+PROMPT = torch.tensor([3, 1, 4, 1, 5])
+
+
+@pytest.fixture(scope="module")
+def own(make_pair):
+    """A pair these tests may change, with an engine for it."""
+    pair = make_pair()
+    options = gnc.Options(platform="cpu", on_fallback="error")
+    return gnc.Engine(*pair, 1, max_rows=3, max_model_len=64, block_size=16, options=options)
+
+
+@pytest.fixture
+def calls(own, monkeypatch):
+    """Calls of what torch.compile made, from a warm state on."""
+    steps(own, 2)
+    (run,) = own._runs.values()
+    counted = []
+
+    def call(*args, **kwargs):
+        counted.append(len(args[0]))
+        return original(*args, **kwargs)
+
+    original = run.call
+    monkeypatch.setattr(run, "call", call)
+    return counted
+
+
+def steps(engine, count: int, rows: int = 1) -> list[list[list[int]]]:
+    """New tokens of ``rows`` equal rows over ``count`` steps; the cache is empty afterwards."""
+    state, found = engine.prefill([PROMPT] * rows), []
+    try:
+        for _ in range(count):
+            state, new, _, _ = engine.decode(state)
+            found.append(new)
+    finally:
+        for row in state.rows:
+            engine.cache.release(row)
+    return found
+
+
+def test_dynamo_is_asked_once(own, calls):
+    replays = own.report.totals()["replays"]
+    found = steps(own, 5), steps(own, 5, rows=3)
+    assert calls == []
+    assert own.report.totals()["replays"] == replays + 10
+    (run,) = own._runs.values()
+    run.direct.possible = False
+    try:
+        assert (steps(own, 5), steps(own, 5, rows=3)) == found
+    finally:
+        run.direct.possible = True
+    assert calls == [2] * 5 + [3] * 5
+
+
+def test_a_replaced_weight_is_seen(own, calls):
+    head = own.step.target.lm_head
+    before, kept = steps(own, 3), head.weight
+    changed = nn.Parameter(kept.detach().flip(0).clone())
+    head.weight = changed
+    try:
+        with pytest.raises(ReplayError, match="it was captured at"):
+            steps(own, 3)
+        assert calls == [2]
+    finally:
+        head.weight = kept
+    assert steps(own, 3) == before
+    assert calls == [2], "with the weight back, the direct way is right again"
+
+
+def test_modes_go_through_dynamo(own, calls):
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    state = own.prefill([PROMPT])
+    run = next(iter(own._runs.values()))
+    assert run.direct.holds()
+    with Watch():
+        assert not run.direct.holds()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not run.direct.holds()
+    own.cache.release(state.rows[0])
+
+
+def test_after_a_reset_it_learns_anew(own, calls):
+    before = steps(own, 3)
+    run = next(iter(own._runs.values()))
+    old = run.direct
+    torch._dynamo.reset()
+    assert steps(own, 3) == before
+    assert run.direct is not old
+    assert run.direct.holds()
+    assert calls == [2, 2], "compiled with the first, learnt from the second"
