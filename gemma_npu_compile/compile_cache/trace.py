@@ -1,0 +1,267 @@
+"""AOT's trace as plain data, and back: nodes, their values as fakes of the trace in progress, where they come from.
+
+Stack traces and module paths are not kept. An entry says which node of Dynamo's graph a node came from, and takes both
+from the graph at hand, so that messages and dumps show today's source lines.
+"""
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from gemma_npu_compile.compile_cache.names import (
+    IDENTIFIER,
+    DamagedError,
+    NotCacheableError,
+    _of_torch,
+    decode,
+    decode_size,
+    encode,
+    encode_size,
+    find_target,
+    index,
+    target_name,
+)
+
+MAX_CONSTANT = 2**16
+"""Bytes of all tensors a trace may hold; larger ones are weights, which no entry has."""
+
+_TRACE = ("stack_trace", "nn_module_stack", "source_fn_stack")
+
+
+@dataclass(frozen=True)
+class Trace:
+    """An inference graph, and what a call of it takes beside the graph.
+
+    Attributes:
+        graph: nodes with ``meta["val"]``.
+        static: inputs whose addresses do not change between calls, by index.
+        written: inputs the graph writes to, whose version counters a call increments.
+        dynamic: dimensions of each result that later traces should take for dynamic; None where AOT marks nothing.
+    """
+
+    graph: GraphModule
+    static: tuple[int, ...]
+    written: tuple[int, ...]
+    dynamic: tuple[tuple[int, ...] | None, ...]
+
+
+class _Writer:
+    """Collects nodes; values that look alike are kept once."""
+
+    def __init__(self, dynamo: Graph, symbols: dict[sympy.Symbol, int]) -> None:
+        self._symbols = symbols
+        self._fakes: dict[str, int] = {}
+        self.fakes: list[Any] = []
+        self._origins = {node.name: (index, node) for index, node in enumerate(dynamo.nodes)}
+
+    def size(self, size: Any) -> Any:
+        return encode_size(size, self._symbols)
+
+    def value(self, value: Any) -> Any:
+        """The value of a node: numbers as they are, ``{"e": size}``, ``{"v": index of a fake}``, or a list of these."""
+        if value is None or isinstance(value, (bool, int)):
+            return value
+        if isinstance(value, torch.SymInt):
+            return {"e": self.size(value)}
+        if isinstance(value, (list, tuple)):
+            return [isinstance(value, tuple), *map(self.value, value)]
+        if not isinstance(value, FakeTensor) or value.layout is not torch.strided or value.is_quantized:
+            raise NotCacheableError(f"the trace has a value of type {type(value).__name__}")
+        sizes = [[self.size(each) for each in sizes] for sizes in (value.shape, value.stride())]
+        fake = [str(value.dtype).removeprefix("torch."), str(value.device), *sizes, self.size(value.storage_offset())]
+        key = repr(fake)
+        if key not in self._fakes:
+            self._fakes[key] = len(self.fakes)
+            self.fakes.append(fake)
+        return {"v": self._fakes[key]}
+
+    def origin(self, node: Node) -> int | None:
+        """The node of Dynamo's graph whose place in the source this one has."""
+        for source in node.meta.get("from_node", ()):
+            index, found = self._origins.get(source.name, (None, None))
+            if found is not None and all(found.meta.get(key) == node.meta.get(key) for key in _TRACE):
+                return index
+        if any(key in node.meta for key in _TRACE):
+            wanted = [node.meta.get(key) for key in _TRACE]
+            every = self._origins.values()
+            return next((i for i, each in every if [each.meta.get(key) for key in _TRACE] == wanted), None)
+        return None
+
+
+def _constant(tensor: Any) -> dict[str, Any]:
+    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        raise NotCacheableError(f"the trace holds a {type(tensor).__name__}")
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    if len(data) > MAX_CONSTANT:
+        raise NotCacheableError(f"the trace holds a tensor of {len(data)} bytes")
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "shape": list(tensor.shape), "data": base64.b64encode(data).decode()}
+
+
+def to_plain(trace: Trace, dynamo: GraphModule, symbols: dict[sympy.Symbol, int]) -> dict[str, Any]:
+    """The trace as JSON.
+
+    Args:
+        dynamo: the graph AOT traced.
+        symbols: its symbols by position (key.py).
+
+    Raises:
+        NotCacheableError: something in the trace has no plain form; names it.
+    """
+    writer, nodes, constants = _Writer(dynamo.graph, symbols), [], {}
+    order = {node: index for index, node in enumerate(trace.graph.graph.nodes)}
+    for node in trace.graph.graph.nodes:
+        plain: dict[str, Any] = {"op": node.op, "name": node.name}
+        if node.op == "call_function":
+            plain["target"] = target_name(node.target)
+            plain["args"] = [encode(each, order.__getitem__) for each in node.args]
+            plain["kwargs"] = {name: encode(each, order.__getitem__) for name, each in node.kwargs.items()}
+            plain["value"], plain["origin"] = writer.value(node.meta.get("val")), writer.origin(node)
+        elif node.op == "get_attr":
+            plain["value"] = writer.value(node.meta.get("val"))
+            constants[node.name] = _constant(getattr(trace.graph, str(node.target), None))
+        elif node.op == "output":
+            plain["args"] = [encode(each, order.__getitem__) for each in node.args]
+        elif node.op != "placeholder":
+            raise NotCacheableError(f"the trace has a {node.op}")
+        nodes.append(plain)
+    return {
+        "nodes": nodes,
+        "fakes": writer.fakes,
+        "constants": constants,
+        "symbols": len(symbols),
+        "static": list(trace.static),
+        "written": list(trace.written),
+        "dynamic": [None if dims is None else list(dims) for dims in trace.dynamic],
+    }
+
+
+class _Reader:
+    """Values of this process: fakes of the mode in use, sizes in its symbols."""
+
+    def __init__(self, plain: Sequence[Any], mode: FakeTensorMode, symbols: list[sympy.Symbol]) -> None:
+        self._mode, self._symbols = mode, symbols
+        self._sizes: dict[str, Any] = {}
+        with mode:
+            self._fakes = [self._fake(*each) for each in plain]
+
+    def size(self, plain: Any) -> Any:
+        if isinstance(plain, int) and not isinstance(plain, bool):
+            return plain
+        key = repr(plain)
+        if key not in self._sizes:
+            expr, env = decode_size(plain, self._symbols), self._mode.shape_env
+            if not isinstance(env, ShapeEnv):
+                raise DamagedError("a size is symbolic where nothing is")
+            self._sizes[key] = env.create_symintnode(expr, hint=int(expr.xreplace(env.backed_var_to_val)))
+        return self._sizes[key]
+
+    def _fake(self, dtype: Any, device: Any, shape: Any, stride: Any, offset: Any) -> torch.Tensor:
+        sizes, steps = [self.size(each) for each in shape], [self.size(each) for each in stride]
+        made = torch.empty_strided(sizes, steps, dtype=_of_torch(dtype, torch.dtype), device=torch.device(device))
+        return made if offset == 0 else torch.as_strided(made, sizes, steps, self.size(offset))
+
+    def value(self, plain: Any) -> Any:
+        if plain is None or isinstance(plain, (bool, int)):
+            return plain
+        if isinstance(plain, list):
+            found = [self.value(each) for each in plain[1:]]
+            return tuple(found) if plain[0] else found
+        ((kind, content),) = plain.items()
+        if kind == "e":
+            return self.size(content)
+        if kind == "v":
+            return self._fakes[index(content, len(self._fakes))]
+        raise DamagedError(f"there is no value of kind {kind!r}")
+
+
+def _tensor(plain: Any) -> torch.Tensor:
+    data = bytearray(base64.b64decode(plain["data"], validate=True))
+    if len(data) > MAX_CONSTANT:
+        raise DamagedError("a constant is too large")
+    dtype, shape = _of_torch(plain["dtype"], torch.dtype), [index(size, 2**31) for size in plain["shape"]]
+    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return flat.reshape(shape)
+
+
+def _identifier(name: Any) -> str:
+    """FX writes these into the code it compiles."""
+    if not isinstance(name, str) or not IDENTIFIER.fullmatch(name):
+        raise DamagedError(f"{name!r} is no identifier")
+    return name
+
+
+def from_plain(
+    plain: Any, dynamo: GraphModule, inputs: Sequence[Any], mode: FakeTensorMode, symbols: dict[sympy.Symbol, int]
+) -> Trace:
+    """The trace :func:`to_plain` wrote, in terms of the graph at hand.
+
+    Args:
+        dynamo: the graph the key was made of, whose nodes have the source lines and modules.
+        inputs: fakes and sizes of its inputs, in ``mode``.
+        symbols: its symbols by position.
+
+    Raises:
+        DamagedError: the data does not describe a trace of this graph.
+    """
+    try:
+        return _from_plain(plain, dynamo, inputs, mode, symbols)
+    except DamagedError:
+        raise
+    except Exception as error:  # whatever is wrong with it, it was not written by to_plain
+        raise DamagedError(f"{type(error).__name__}: {error}") from error
+
+
+def _from_plain(
+    plain: Any, dynamo: GraphModule, inputs: Sequence[Any], mode: FakeTensorMode, symbols: dict[sympy.Symbol, int]
+) -> Trace:
+    given, origins = iter(inputs), list(dynamo.graph.nodes)
+    if plain["symbols"] != len(symbols):
+        raise DamagedError("another number of symbols")
+    reader, graph, nodes = _Reader(plain["fakes"], mode, list(symbols)), Graph(), []
+    constants = {_identifier(name): _tensor(each) for name, each in plain["constants"].items()}
+    for each in plain["nodes"]:
+        op, name = each["op"], _identifier(each["name"])
+        if op == "call_function":
+            args = tuple(decode(arg, nodes) for arg in each["args"])
+            kwargs = {_identifier(key): decode(arg, nodes) for key, arg in each["kwargs"].items()}
+            node = graph.create_node(op, find_target(each["target"]), args, kwargs, name=name)
+            node.meta["val"] = reader.value(each["value"])
+            if each["origin"] is not None:
+                source = origins[index(each["origin"], len(origins))]
+                node.meta.update({key: source.meta[key] for key in _TRACE if key in source.meta})
+        elif op == "get_attr":
+            constants[name]  # noqa: B018 (an attribute that is none raises)
+            node = graph.create_node(op, name, name=name)
+            node.meta["val"] = reader.value(each["value"])
+        elif op == "output":
+            node = graph.create_node(op, "output", tuple(decode(arg, nodes) for arg in each["args"]), name=name)
+        elif op == "placeholder":
+            node = graph.create_node(op, name, name=name)
+            node.meta["val"] = next(given)
+        else:
+            raise DamagedError(f"there is no node of kind {op!r}")
+        if node.name != name:
+            raise DamagedError(f"there are two nodes {name!r}, or it is no name")
+        nodes.append(node)
+    if next(given, None) is not None:
+        raise DamagedError("inputs are missing")
+    graph.lint()
+    module = torch.nn.Module()
+    for name, tensor in constants.items():
+        module.register_buffer(name, tensor)
+    static, written = ([index(each, len(inputs)) for each in plain[key]] for key in ("static", "written"))
+    results = len(nodes[-1].args[0])  # type: ignore[arg-type]
+    dynamic = [None if dims is None else tuple(index(dim, 64) for dim in dims) for dims in plain["dynamic"]]
+    if len(dynamic) != results:
+        raise DamagedError("another number of results")
+    made = _LazyGraphModule(module, graph)  # as AOT's: code is made when it is asked for, not behind each pass
+    return Trace(made, tuple(static), tuple(written), tuple(dynamic))
