@@ -102,8 +102,9 @@ AttentionInterface.register(ATTENTION, paged_attention_forward)
 def shadow(module: nn.Module) -> Any:
     """Copy the module objects of a model, sharing parameters and buffers, with configs set to paged attention.
 
-    Instance-level ``forward`` overrides and compiled calls stay behind: they are bound to the original. The set of layer
-    types becomes a list: a set's order, and so a trace's, is another one in each process, and no compile cache would hit.
+    Instance-level ``forward`` overrides and compiled calls stay behind: they are bound to the original. The set of
+    layer types becomes a list: a set's order, and so a trace's, is another one in each process, and no compile cache
+    would hit.
     """
     configs: dict[int, PreTrainedConfig] = {}
 

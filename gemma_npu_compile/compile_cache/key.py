@@ -101,7 +101,7 @@ def _target(node: Node) -> str:
 
 
 class Symbols:
-    """Symbols of the inputs' sizes by position: names and order are those of one process only."""
+    """Symbols by position, first those of the inputs' sizes: names and order are those of one process only."""
 
     def __init__(self) -> None:
         self.known: dict[sympy.Symbol, int] = {}
@@ -112,7 +112,7 @@ class Symbols:
             expr = expr.node.expr
         if not isinstance(expr, sympy.Basic):
             return str(expr)
-        if free_unbacked_symbols(expr):
+        if free_unbacked_symbols(expr) - self.known.keys():
             raise NotCacheableError(f"a size depends on data ({expr})")
         for symbol in sorted(expr.free_symbols, key=str):
             self.known.setdefault(symbol, len(self.known))
@@ -189,6 +189,9 @@ def make_key(gm: GraphModule) -> tuple[str, dict[sympy.Symbol, int]]:
         elif node.op == "output":
             nodes.append(["output", encode(node.args, order.__getitem__)])
     inputs = _inputs(gm.graph.find_nodes(op="placeholder"), symbols)
+    for node in gm.graph.nodes:  # numbers that are read from tensors
+        for symbol in node.meta.get("unbacked_bindings") or ():
+            symbols.known.setdefault(symbol, len(symbols.known))
     shapes = _shapes(shape_env(), symbols)
     material = [versions(), _settings(), inputs, shapes, nodes]
     return hashlib.sha256(json.dumps(material, sort_keys=True).encode()).hexdigest(), symbols.known

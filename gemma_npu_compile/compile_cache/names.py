@@ -100,19 +100,21 @@ def find_target(name: Any) -> Any:
 
 
 def encode_size(size: Any, symbols: Mapping[sympy.Symbol, int]) -> Any:
-    """An int, ``{"s": i}`` for symbol ``i``, or ``[function, *arguments]``.
+    """A number, ``{"s": i}`` for symbol ``i``, or ``[function, *arguments]``.
 
     Raises:
-        NotCacheableError: a symbol that is no size of an input, or another function.
+        NotCacheableError: a symbol Dynamo's graph does not have, or another function.
     """
     if isinstance(size, int):
         return size
-    expr = size.node.expr if isinstance(size, torch.SymInt) else size
+    expr = size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat)) else size
     if isinstance(expr, sympy.Integer):
         return int(expr)
+    if isinstance(expr, sympy.Float) and math.isfinite(expr):
+        return float(expr)
     if isinstance(expr, sympy.Symbol):
         if expr not in symbols:
-            raise NotCacheableError(f"size {expr} is not a size of an input")
+            raise NotCacheableError(f"size {expr} is of AOT's making")
         return {"s": symbols[expr]}
     name = type(expr).__name__
     if _SIZES.get(name) is not type(expr):
@@ -124,6 +126,8 @@ def decode_size(plain: Any, symbols: list[sympy.Symbol], depth: int = 0) -> symp
     """The expression of :func:`encode_size`, in the symbols of this process."""
     if isinstance(plain, int) and not isinstance(plain, bool) and abs(plain) < 2**63:
         return sympy.Integer(plain)
+    if isinstance(plain, float):
+        return sympy.Float(plain)
     if isinstance(plain, dict) and set(plain) == {"s"}:
         return symbols[index(plain["s"], len(symbols))]
     if not isinstance(plain, list) or depth > 32 or not isinstance(plain[0], str) or plain[0] not in _SIZES:

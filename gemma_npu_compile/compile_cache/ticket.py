@@ -1,7 +1,7 @@
 """One compilation's way through the cache: looked up, loaded or kept, and the reason where it is neither."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -22,14 +22,21 @@ from gemma_npu_compile.compile_cache.trace import Trace, from_plain, to_plain
 
 log = logging.getLogger(__name__)
 
-_KNOWLEDGE = ("guards", "replacements", "var_to_range", "deferred_runtime_asserts")
 
+def _knowledge(among: Collection[sympy.Symbol] | None = None) -> dict[str, Any]:
+    """What guards come from; of the symbols ``among``. What AOT adds to it would be missing where a trace is loaded.
 
-def _knowledge() -> list[Any]:
-    """What guards come from. Whatever AOT adds to it would be missing where a trace is loaded."""
-    env, context = shape_env(), TracingContext.get()
-    known = [] if env is None else [str(getattr(env, name)) for name in _KNOWLEDGE]
-    return [*known, len(context.guards_context.aotautograd_guards)]
+    Symbols AOT makes are none of Dynamo's: for a number read from a tensor it makes another and replaces it again.
+    """
+    context, env = TracingContext.get(), shape_env()
+    known: dict[str, Any] = {"aot": len(context.guards_context.aotautograd_guards)}
+    if env is not None:
+        for name in ("var_to_range", "replacements"):
+            each = getattr(env, name)
+            known[name] = {symbol: str(each[symbol]) for symbol in each if among is None or symbol in among}
+        known["guards"] = [str(guard.expr) for guard in env.guards]
+        known["asserts"] = [str(each.expr) for group in env.deferred_runtime_asserts.values() for each in group]
+    return known
 
 
 def _why_not(metadata: ViewAndMutationMeta | None, trace: GraphModule, dynamo: GraphModule) -> str | None:
@@ -74,7 +81,7 @@ class Ticket:
     _folder: Folder | None = None
     _key: str = ""
     _symbols: dict[sympy.Symbol, int] = field(default_factory=dict)
-    _before: list[Any] = field(default_factory=list)
+    _before: dict[str, Any] = field(default_factory=dict)
 
     def keep(self, graph: GraphModule) -> None:
         """Write AOT's trace to the cache, unless it was loaded from there or cannot be kept. Call before any pass."""
@@ -84,7 +91,7 @@ class Ticket:
         metadata = context.fw_metadata if context is not None else None
         try:
             reason = _why_not(metadata, graph, self._dynamo)
-            if reason is None and _knowledge() != self._before:
+            if reason is None and _knowledge(self._before.get("var_to_range")) != self._before:
                 reason = "AOT added guards"
             if reason is not None:
                 raise NotCacheableError(reason)
@@ -170,7 +177,7 @@ def look_up(gm: GraphModule, inputs: Sequence[Any], wanted: bool = True) -> Tick
 
 
 def calling(run: Callable[[list[Any]], Sequence[Any]], trace: Trace) -> Callable[..., Any]:
-    """What AOT makes of ``run`` around a trace it did nothing else about: counted writes, marked results, no gradients."""
+    """What AOT puts around every call: counted writes, no gradients, results marked as dynamic."""
 
     def forward(*args: Any) -> Any:
         if trace.written:

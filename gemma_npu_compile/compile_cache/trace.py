@@ -14,7 +14,7 @@ import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
 from gemma_npu_compile.compile_cache.names import (
     IDENTIFIER,
@@ -66,11 +66,11 @@ class _Writer:
         return encode_size(size, self._symbols)
 
     def value(self, value: Any) -> Any:
-        """The value of a node: numbers as they are, ``{"e": size}``, ``{"v": index of a fake}``, or a list of these."""
+        """The value of a node: a number as it is, ``{"e": int}``, ``{"f": float}``, ``{"v": fake}``, or a list."""
         if value is None or isinstance(value, (bool, int)):
             return value
-        if isinstance(value, torch.SymInt):
-            return {"e": self.size(value)}
+        if isinstance(value, (torch.SymInt, torch.SymFloat)):
+            return {"e" if isinstance(value, torch.SymInt) else "f": self.size(value)}
         if isinstance(value, (list, tuple)):
             return [isinstance(value, tuple), *map(self.value, value)]
         if not isinstance(value, FakeTensor) or value.layout is not torch.strided or value.is_quantized:
@@ -126,8 +126,8 @@ def to_plain(trace: Trace, dynamo: GraphModule, symbols: dict[sympy.Symbol, int]
             plain["kwargs"] = {name: encode(each, order.__getitem__) for name, each in node.kwargs.items()}
             plain["value"], plain["origin"] = writer.value(node.meta.get("val")), writer.origin(node)
         elif node.op == "get_attr":
-            plain["value"] = writer.value(node.meta.get("val"))
-            constants[node.name] = _constant(getattr(trace.graph, str(node.target), None))
+            plain["target"], plain["value"] = node.target, writer.value(node.meta.get("val"))
+            constants[node.target] = _constant(getattr(trace.graph, str(node.target), None))
         elif node.op == "output":
             plain["args"] = [encode(each, order.__getitem__) for each in node.args]
         elif node.op != "placeholder":
@@ -153,15 +153,18 @@ class _Reader:
         with mode:
             self._fakes = [self._fake(*each) for each in plain]
 
-    def size(self, plain: Any) -> Any:
+    def size(self, plain: Any, number: type = int) -> Any:
+        """A symbolic int, or float; plain ints as they are."""
         if isinstance(plain, int) and not isinstance(plain, bool):
             return plain
-        key = repr(plain)
+        key = f"{number.__name__} {plain!r}"
         if key not in self._sizes:
             expr, env = decode_size(plain, self._symbols), self._mode.shape_env
             if not isinstance(env, ShapeEnv):
                 raise DamagedError("a size is symbolic where nothing is")
-            self._sizes[key] = env.create_symintnode(expr, hint=int(expr.xreplace(env.backed_var_to_val)))
+            hint = None if free_unbacked_symbols(expr) else number(expr.xreplace(env.backed_var_to_val))
+            make = env.create_symintnode if number is int else env.create_symfloatnode
+            self._sizes[key] = make(expr, hint=hint)
         return self._sizes[key]
 
     def _fake(self, dtype: Any, device: Any, shape: Any, stride: Any, offset: Any) -> torch.Tensor:
@@ -176,8 +179,8 @@ class _Reader:
             found = [self.value(each) for each in plain[1:]]
             return tuple(found) if plain[0] else found
         ((kind, content),) = plain.items()
-        if kind == "e":
-            return self.size(content)
+        if kind in ("e", "f"):
+            return self.size(content, int if kind == "e" else float)
         if kind == "v":
             return self._fakes[index(content, len(self._fakes))]
         raise DamagedError(f"there is no value of kind {kind!r}")
@@ -239,8 +242,9 @@ def _from_plain(
                 source = origins[index(each["origin"], len(origins))]
                 node.meta.update({key: source.meta[key] for key in _TRACE if key in source.meta})
         elif op == "get_attr":
-            constants[name]  # noqa: B018 (an attribute that is none raises)
-            node = graph.create_node(op, name, name=name)
+            if each["target"] not in constants:
+                raise DamagedError(f"there is no constant {each['target']!r}")
+            node = graph.create_node(op, each["target"], name=name)
             node.meta["val"] = reader.value(each["value"])
         elif op == "output":
             node = graph.create_node(op, "output", tuple(decode(arg, nodes) for arg in each["args"]), name=name)
