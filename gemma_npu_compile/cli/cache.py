@@ -14,8 +14,9 @@ def _usable(entry: Any, versions: dict[str, Any]) -> str | None:
     theirs = entry.header.get("versions")
     if not isinstance(theirs, dict):
         return "no versions"
-    differ = [f"{name} {theirs.get(name)}" for name, ours in versions.items() if theirs.get(name) != ours]
-    return f"written by {', '.join(differ)}" if differ else None
+    differ = [name for name, ours in versions.items() if theirs.get(name) != ours]
+    shown = ["other sources" if name == "sources" else f"{name} {theirs.get(name)}" for name in differ]
+    return f"written by {', '.join(shown)}" if differ else None
 
 
 def cache(args: argparse.Namespace) -> tuple[dict[str, Any], int]:

@@ -22,6 +22,7 @@ from gemma_npu_compile.errors import CompileError
 
 DEFAULT_SIZE = "1G"
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_ENTRY, _UNFINISHED = re.compile(r"[0-9a-f]{64}\.json"), re.compile(r"gemma-npu-\w+\.tmp")
 _STALE_SECONDS = 3600.0  # nobody writes one file for so long
 
 
@@ -115,7 +116,7 @@ class Folder:
         if len(data) > self.limit:
             raise NotCacheableError(f"it takes {len(data)} bytes, GEMMA_NPU_CACHE_SIZE allows {self.limit}")
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=self.path, suffix=".tmp")
+        handle, name = tempfile.mkstemp(dir=self.path, prefix="gemma-npu-", suffix=".tmp")
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
@@ -126,10 +127,15 @@ class Folder:
             raise
         self._trim(keep=self._file(key))
 
-    def _files(self, pattern: str = "*.json") -> list[tuple[float, int, Path]]:
-        """Time of use, size and path of every file that is still there, the least recently used first."""
+    def _files(self, names: re.Pattern[str] = _ENTRY) -> list[tuple[float, int, Path]]:
+        """Time of use, size and path of every file that is still there, the least recently used first.
+
+        Files of other names are not the cache's: the folder may be any the user named.
+        """
         found = []
-        for path in self.path.glob(pattern):
+        for path in self.path.glob("*"):
+            if not names.fullmatch(path.name):
+                continue
             with contextlib.suppress(FileNotFoundError):
                 status = path.stat()
                 found.append((status.st_mtime, status.st_size, path))
@@ -142,7 +148,7 @@ class Folder:
             if total > self.limit and path != keep:
                 path.unlink(missing_ok=True)
                 total -= size
-        for written, _, path in self._files("*.tmp"):  # of a process that was killed
+        for written, _, path in self._files(_UNFINISHED):  # of a process that was killed
             if time.time() - written > _STALE_SECONDS:
                 path.unlink(missing_ok=True)
 
@@ -162,7 +168,7 @@ class Folder:
     def clear(self) -> tuple[int, int]:
         """Remove every entry; how many, and their bytes."""
         files = self._files()
-        for _, _, path in [*files, *self._files("*.tmp")]:
+        for _, _, path in [*files, *self._files(_UNFINISHED)]:
             path.unlink(missing_ok=True)
         return len(files), sum(size for _, size, _ in files)
 

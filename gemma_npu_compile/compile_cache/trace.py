@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gemma_npu_compile.compile_cache.names import (
     IDENTIFIER,
@@ -99,7 +100,8 @@ class _Writer:
 def _constant(tensor: Any) -> dict[str, Any]:
     if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         raise NotCacheableError(f"the trace holds a {type(tensor).__name__}")
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    with _disable_current_modes():  # AOT's fakes have no contents
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     if len(data) > MAX_CONSTANT:
         raise NotCacheableError(f"the trace holds a tensor of {len(data)} bytes")
     dtype = str(tensor.dtype).removeprefix("torch.")
