@@ -91,7 +91,7 @@ class Folder:
         """
         try:
             data = self._file(key).read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         header, body = _parts(data)
         try:

@@ -5,6 +5,7 @@ from the graph at hand, so that messages and dumps show today's source lines.
 """
 
 import base64
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,16 +85,14 @@ class _Writer:
             self.fakes.append(fake)
         return {"v": self._fakes[key]}
 
-    def origin(self, node: Node) -> int | None:
-        """The node of Dynamo's graph whose place in the source this one has."""
-        for source in node.meta.get("from_node", ()):
-            index, found = self._origins.get(source.name, (None, None))
-            if found is not None and all(found.meta.get(key) == node.meta.get(key) for key in _TRACE):
-                return index
-        if any(key in node.meta for key in _TRACE):
-            wanted = [node.meta.get(key) for key in _TRACE]
-            every = self._origins.values()
-            return next((i for i, each in every if [each.meta.get(key) for key in _TRACE] == wanted), None)
+    def origin(self, node: Node) -> list[Any] | None:
+        """``[i, *keys]``: the node of Dynamo's graph this one has its place in the source from, and what of it."""
+        keys = [key for key in _TRACE if key in node.meta]
+        wanted = [node.meta[key] for key in keys]
+        named = (self._origins.get(source.name) for source in node.meta.get("from_node", ()))
+        for found in itertools.chain(filter(None, named), self._origins.values()) if keys else ():
+            if [found[1].meta.get(key) for key in keys] == wanted:
+                return [found[0], *keys]
         return None
 
 
@@ -135,8 +134,11 @@ def to_plain(trace: Trace, dynamo: GraphModule, symbols: dict[sympy.Symbol, int]
         elif node.op != "placeholder":
             raise NotCacheableError(f"the trace has a {node.op}")
         nodes.append(plain)
+    names = trace.graph.graph._graph_namespace  # also of nodes that are gone: names passes make follow from it
     return {
         "nodes": nodes,
+        "gone": sorted(names._used_names - {node.name for node in order}),
+        "counts": dict(sorted(names._base_count.items())),
         "fakes": writer.fakes,
         "constants": constants,
         "symbols": len(symbols),
@@ -241,8 +243,9 @@ def _from_plain(
             node = graph.create_node(op, find_target(each["target"]), args, kwargs, name=name)
             node.meta["val"] = reader.value(each["value"])
             if each["origin"] is not None:
-                source = origins[index(each["origin"], len(origins))]
-                node.meta.update({key: source.meta[key] for key in _TRACE if key in source.meta})
+                number, *keys = each["origin"]
+                source = origins[index(number, len(origins))]
+                node.meta.update({key: source.meta[key] for key in _TRACE if key in keys})
         elif op == "get_attr":
             if each["target"] not in constants:
                 raise DamagedError(f"there is no constant {each['target']!r}")
@@ -269,5 +272,10 @@ def _from_plain(
     dynamic = [None if dims is None else tuple(index(dim, 64) for dim in dims) for dims in plain["dynamic"]]
     if len(dynamic) != results:
         raise DamagedError("another number of results")
-    made = _LazyGraphModule(module, graph)  # as AOT's: code is made when it is asked for, not behind each pass
+    graph._graph_namespace._used_names.update(map(_identifier, plain["gone"]))
+    counts = {_identifier(base): index(count, 2**31) for base, count in plain["counts"].items()}
+    graph._graph_namespace._base_count.update(counts)
+    made = _LazyGraphModule(
+        module, graph, "<lambda>"
+    )  # as AOT's: code is made when it is asked for, not behind each pass
     return Trace(made, tuple(static), tuple(written), tuple(dynamic))
