@@ -65,17 +65,18 @@ def _settings() -> dict[str, Any]:
     if _get_current_dispatch_mode_stack() or torch.overrides._get_current_function_mode_stack():
         raise NotCacheableError("a dispatch or function mode is on")
     attention = ("flash", "mem_efficient", "math", "cudnn")
+    filling: Any = torch.utils.deterministic
+    configs: list[Any] = [torch._functorch.config, torch.fx.experimental._config]
     return {
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
         "dtype": str(torch.get_default_dtype()),
         "device": str(torch.get_default_device()),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "fill": torch.utils.deterministic.fill_uninitialized_memory,
+        "fill": filling.fill_uninitialized_memory,
         "attention": [getattr(torch._C, f"_get_{name}_sdp_enabled")() for name in attention],
         "mkldnn": torch._C._get_mkldnn_enabled(),
-        "functorch": torch._functorch.config.get_hash().hex(),
-        "shapes": torch.fx.experimental._config.get_hash().hex(),
+        "configs": [each.get_hash().hex() for each in configs],
     }
 
 
@@ -92,10 +93,10 @@ def _target(node: Node) -> str:
     module = getattr(target, "__module__", None) or getattr(owner, "__name__", "")
     name = f"{module}.{getattr(target, '__qualname__', type(target).__qualname__)}"
     known = inspect.isroutine(target) and not getattr(target, "__closure__", None)
-    known = known and not (inspect.isclass(owner) and owner.__module__.split(".")[0] not in _TORCH)
+    known = known and not (inspect.isclass(owner) and str(owner.__module__).split(".")[0] not in _TORCH)
     if inspect.isfunction(target):
         known = known and Path(target.__code__.co_filename).is_relative_to(Path(torch.__file__).parent)
-    if not known or module.split(".")[0] not in _TORCH:
+    if not known or str(module).split(".")[0] not in _TORCH:
         raise NotCacheableError(f"Dynamo's graph calls {name}, which is not known to be torch's own")
     return name
 

@@ -233,7 +233,8 @@ def _from_plain(
     given, origins = iter(inputs), list(dynamo.graph.nodes)
     if plain["symbols"] != len(symbols):
         raise DamagedError("another number of symbols")
-    reader, graph, nodes = _Reader(plain["fakes"], mode, list(symbols)), Graph(), []
+    reader, graph = _Reader(plain["fakes"], mode, list(symbols)), Graph()
+    nodes: list[Node] = []
     constants = {_identifier(name): _tensor(each) for name, each in plain["constants"].items()}
     for each in plain["nodes"]:
         op, name = each["op"], _identifier(each["name"])
