@@ -56,7 +56,7 @@ def _show(answer: dict[str, Any]) -> None:
     print(f"{answer['path']}{state}: {len(answer['entries'])} entries, {answer['bytes'] / 2**20:.1f} MiB")
     for each in answer["entries"]:
         graph, used = each["graph"], f"used {_age(each['age_seconds'])} ago"
-        facts = f"{graph['module']}, {graph['nodes']} nodes, {graph['inputs']} inputs"
+        facts = f"{graph['module'] or 'a function'}, {graph['nodes']} nodes, {graph['inputs']} inputs"
         why = "" if each["usable"] else f"; not usable: {each['why_not']}"
         print(f"  {each['key'][:12]}  {each['bytes'] / 1024:7.0f} KiB  {used}  {facts}{why}")
 
