@@ -116,6 +116,8 @@ def test_operators_of_others_are_not_kept() -> None:
         library.define("twice(Tensor x) -> Tensor")
         with pytest.raises(NotCacheableError, match=r"operator elsewhere::twice\.default is of neither"):
             target_name(torch.ops.elsewhere.twice.default)
+        with pytest.raises(DamagedError, match=r"'elsewhere::twice\.default' names no operator"):
+            find_target("elsewhere::twice.default")
     with pytest.raises(NotCacheableError, match="the trace calls print"):
         target_name(print)
 

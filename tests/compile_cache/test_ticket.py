@@ -71,6 +71,29 @@ def test_the_first_size_of_a_hit_may_be_another(folder: Folder, compiled, no_aot
     assert (result.shape, rows) == ((7, 4), 21)
 
 
+def test_a_loaded_trace_knows_its_sizes_and_adds_no_guard(folder: Folder, compiled, monkeypatch) -> None:
+    """Fakes of the trace in progress: sizes in its symbols, with the values of the call at hand."""
+    compiled(plus, X, dynamic=True)
+    found = {}
+
+    def watched(*args):
+        ticket = look_up(*args)
+        assert ticket_module._knowledge() == ticket._before
+        found.update({node.name: node.meta.get("val") for node in ticket.trace.graph.graph.nodes})
+        return ticket
+
+    look_up = ticket_module.look_up
+    monkeypatch.setattr("gemma_npu_compile.backend.look_up", watched)
+    assert compiled(plus, torch.ones(7, 4), dynamic=True)[1].cache == "hit"
+    (rows, product) = [value for value in found.values() if isinstance(value, torch.SymInt)]
+    assert (rows.node.hint, product.node.hint) == (7, 21)
+    assert product.node.expr == 3 * rows.node.expr
+    tensors = [value for value in found.values() if isinstance(value, torch.Tensor) and value.dim() == 2]
+    assert len(tensors) == 3
+    assert {each.fake_mode for each in tensors} == {tensors[0].fake_mode}
+    assert [(each.shape[0].node.expr, each.shape[0].node.hint) for each in tensors] == [(rows.node.expr, 7)] * 3
+
+
 def write(cache, x):
     cache.index_add_(0, torch.tensor([1]), x[:1])
     return cache.sum(0)
@@ -100,13 +123,20 @@ def _unknown(x):
     return x + 1
 
 
+def _posing(x):
+    return x + 2
+
+
+_posing.__module__ = "torch.nn.functional"
 torch.compiler.allow_in_graph(_unknown)
+torch.compiler.allow_in_graph(_posing)
 
 
 REASONS = {
     "view of an input": (lambda x: x.t(), (X,), "a result is an input, or shares memory"),
     "written memory is shared": (lambda x, y: x.add_(1) * y, X.clone().view(-1).split(6), "written to shares memory"),
     "function of the user": (lambda x: _unknown(x), (X,), "calls .*_unknown, which is not known to be torch's own"),
+    "posing as torch's": (lambda x: _posing(x), (X,), "calls torch.nn.functional._posing, which is not known"),
     "wrapped": (lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), (X,), "modules or tensors of its own"),
     "large constant": (lambda x: x + torch.tensor([0.5] * 20), (torch.ones(1),), "a tensor of 80 bytes"),
 }
@@ -247,6 +277,13 @@ def _call(body: dict) -> dict:
     return next(node for node in body["nodes"] if node["op"] == "call_function")
 
 
+def _drop_input(header: dict, body: dict) -> None:
+    """Read a constant in place of the last input."""
+    last = max(i for i, node in enumerate(body["nodes"]) if node["op"] == "placeholder")
+    (name,) = body["constants"]
+    body["nodes"][last] = {"op": "get_attr", "name": body["nodes"][last]["name"], "target": name, "value": None}
+
+
 TAMPERED = {
     "namespace": lambda h, b: _call(b).update(target="os::system.default"),
     "function": lambda h, b: _call(b).update(target="builtins.eval"),
@@ -258,7 +295,8 @@ TAMPERED = {
     "origin": lambda h, b: _call(b).update(origin=[10**6]),
     "kind of node": lambda h, b: _call(b).update(op="call_module"),
     "twice the same name": lambda h, b: _call(b).update(name=b["nodes"][0]["name"]),
-    "fewer inputs": lambda h, b: b["nodes"].pop(0),
+    "fewer inputs": _drop_input,
+    "more inputs": lambda h, b: b["nodes"].insert(-1, {"op": "placeholder", "name": "another"}),
     "constant": lambda h, b: next(iter(b["constants"].values())).update(data="!"),
     "no constant": lambda h, b: b["constants"].clear(),
     "results": lambda h, b: b["dynamic"].append(None),
