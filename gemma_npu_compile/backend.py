@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 import gemma_npu_compile.ops  # noqa: F401  (registers the dialect)
 from gemma_npu_compile.capabilities import platform
+from gemma_npu_compile.compile_cache import calling, look_up
 from gemma_npu_compile.devices import platform_for
 from gemma_npu_compile.dump import current as current_dump
 from gemma_npu_compile.dump import observers
@@ -116,11 +117,8 @@ class Backend:
         labels, recompile, start = _labels(gm), self._is_recompile(), time.perf_counter()
         reason, broken = _recompile_reason() if recompile else None, _graph_break(gm)
 
-        def compile_inference(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            context = TracingContext.try_get()
-            metadata = context.fw_metadata if context is not None else None
-            static = set(metadata.static_input_indices) if metadata is not None else set()
-            report = GraphReport(f"graph {CompileContext.current_compile_id()}", recompile, reason, broken)
+        def finish(graph: GraphModule, static: set[int], cache: str) -> Callable[..., Any]:
+            report = GraphReport(f"graph {CompileContext.current_compile_id()}", recompile, reason, broken, cache=cache)
             report.seconds["aot"] = time.perf_counter() - start
             runner = self._build(graph, static, labels, parsed, report)
             with self._lock:
@@ -130,12 +128,22 @@ class Backend:
             recorder = Recorder(parsed.record, report.plan) if parsed.record and report.plan else None
             return _boxed(runner, recorder)
 
+        def compile_inference(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            context = TracingContext.try_get()
+            metadata = context.fw_metadata if context is not None else None
+            ticket.keep(graph)
+            return finish(graph, set(metadata.static_input_indices) if metadata is not None else set(), ticket.state)
+
         compiler = aot_autograd(
             fw_compiler=_refuse_training,
             inference_compiler=compile_inference,
             keep_inference_input_mutations=True,
         )
         try:
+            ticket = look_up(gm, example_inputs, parsed.cache)
+            if ticket.trace is not None:
+                trace = ticket.trace
+                return calling(finish(trace.graph, set(trace.static), ticket.state), trace)
             return compiler(gm, example_inputs)
         except Exception as error:
             dump = current_dump()

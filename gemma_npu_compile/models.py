@@ -102,7 +102,9 @@ AttentionInterface.register(ATTENTION, paged_attention_forward)
 def shadow(module: nn.Module) -> Any:
     """Copy the module objects of a model, sharing parameters and buffers, with configs set to paged attention.
 
-    Instance-level ``forward`` overrides and compiled calls stay behind: they are bound to the original.
+    Instance-level ``forward`` overrides and compiled calls stay behind: they are bound to the original. The set of
+    layer types becomes a list: a set's order, and so a trace's, is another one in each process, and no compile cache
+    would hit.
     """
     configs: dict[int, PreTrainedConfig] = {}
 
@@ -124,6 +126,8 @@ def shadow(module: nn.Module) -> Any:
         }
         if isinstance(getattr(original, "config", None), PreTrainedConfig):
             copied.__dict__["config"] = config_of(original.config)  # type: ignore[arg-type]
+        if isinstance(getattr(original, "unique_layer_types", None), set):
+            copied.__dict__["unique_layer_types"] = sorted(original.unique_layer_types)  # type: ignore[arg-type]
         return copied
 
     return copy_module(module).eval()

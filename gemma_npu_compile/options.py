@@ -55,6 +55,7 @@ class Options:
         record: a file that keeps the small inputs of the last 8 calls (tokens, lengths, block tables; never weights)
             for ``gemma-npu check --state``. Graphs with one file name overwrite each other's.
         disable_passes: names of passes to leave out (``gemma_npu_compile.passes.PASSES``).
+        cache: False neither reads nor writes the compile cache of this user (GEMMA_NPU_CACHE_DIR).
         engine: what captures on an NPU. ``"aclgraph"`` is this package's own runtime; ``"torchair"`` hands the final
             graph to torch_npu's ``npugraph_ex``: same tokens, every host list updated in every replay.
 
@@ -76,6 +77,7 @@ class Options:
     capabilities: str | None = None
     record: str | None = None
     engine: str = "aclgraph"
+    cache: bool = True
 
     def __post_init__(self) -> None:
         if self.platform is not None:
@@ -84,7 +86,7 @@ class Options:
         choice("kv_lens", self.kv_lens, KV_LENS)
         choice("verify_attention", self.verify_attention, VERIFY_ATTENTION)
         choice("on_fallback", self.on_fallback, ON_FALLBACK)
-        for name in ("capture", "skip_softcap", "merge_weights"):
+        for name in ("capture", "skip_softcap", "merge_weights", "cache"):
             if not isinstance(getattr(self, name), bool):
                 raise CompileError(f"{name} is {getattr(self, name)!r}, it must be True or False")
         for name in ("max_captures", "max_query_len"):

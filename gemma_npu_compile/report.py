@@ -37,6 +37,7 @@ class GraphReport:
         recompile: this compilation replaced an earlier one of the same code.
         recompile_reason: the guard that failed, in Dynamo's words.
         graph_break: why the graph ends before the function does; None when it does not.
+        cache: what the compile cache did: ``"hit"`` (AOT was not run), ``"stored"``, ``"off"``, or why neither.
         seconds: wall time of ``aot`` (from the backend's call to the inference graph), ``passes`` and ``capture``.
         captures: captured graphs.
         checked: captures of which a replay with other contents equalled the uncaptured graph before they were used.
@@ -53,6 +54,7 @@ class GraphReport:
     recompile: bool = False
     recompile_reason: str | None = None
     graph_break: "GraphBreak | None" = None
+    cache: str = "off"
     nodes: int = 0
     passes: "list[PassRecord]" = field(default_factory=list)
     plan: "Plan | None" = None
@@ -77,6 +79,7 @@ class GraphReport:
             "recompile": self.recompile,
             "recompile_reason": self.recompile_reason,
             "break": self.graph_break.to_dict() if self.graph_break else None,
+            "cache": self.cache,
             "nodes": self.nodes,
             "passes": [p.to_dict() for p in self.passes],
             "bindings": [
@@ -105,6 +108,7 @@ class GraphReport:
             yield f"  recompiled because of {self.recompile_reason}"
         if self.graph_break is not None:
             yield f"  graph break at {self.graph_break}"
+        yield f"  compile cache: {self.cache}"
         for record in self.passes:
             yield f"  pass {record}"
         for node in self.plan.attention if self.plan else ():

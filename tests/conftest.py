@@ -18,6 +18,7 @@ from transformers.models.gemma4_assistant.modeling_gemma4_assistant import Gemma
 
 import gemma_npu_compile as gnc
 
+os.environ["GEMMA_NPU_CACHE"] = "0"  # no test depends on what an earlier run left, nor touches a user's cache
 settings.register_profile("seeded", derandomize=True, deadline=None, max_examples=40)
 settings.load_profile("seeded")
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")))

@@ -1,0 +1,12 @@
+"""The compile cache: AOT's traces kept across processes, because tracing is most of a compilation's time.
+
+Kept is AOT's inference graph in front of the passes, as JSON (trace.py), under a key made of Dynamo's graph and all
+that AOT consults (key.py). Where it is found AOT is not run; that is right only where AOT would do nothing around the
+graph it made, and added no guard, so only such traces are kept (ticket.py). The rest runs as usual.
+"""
+
+from gemma_npu_compile.compile_cache.files import Entry, Folder, enabled
+from gemma_npu_compile.compile_cache.key import versions
+from gemma_npu_compile.compile_cache.ticket import Ticket, calling, look_up
+
+__all__ = ["Entry", "Folder", "Ticket", "calling", "enabled", "look_up", "versions"]

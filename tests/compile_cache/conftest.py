@@ -1,0 +1,49 @@
+"""A compile cache of each test's own, and compilations that each start from nothing."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gemma_npu_compile.backend import Backend
+from gemma_npu_compile.compile_cache import Folder
+from gemma_npu_compile.report import GraphReport, collect
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Folder:
+    """An empty cache, switched on."""
+    monkeypatch.setenv("GEMMA_NPU_CACHE", "1")
+    monkeypatch.setenv("GEMMA_NPU_CACHE_DIR", str(tmp_path))
+    return Folder.of_environment()
+
+
+Compile = Callable[..., tuple[Any, GraphReport]]
+
+
+@pytest.fixture
+def compiled(fresh_dynamo: None) -> Compile:
+    """Compiles a function as a new process would, calls it, and returns the result and the report."""
+
+    def run(fn: Callable[..., Any], *args: Any, grad: bool = False, **options: Any) -> tuple[Any, GraphReport]:
+        torch._dynamo.reset()
+        dynamic = options.pop("dynamic", None)
+        made = torch.compile(fn, backend=Backend(), dynamic=dynamic, options={"platform": "cpu", **options})
+        with collect() as report, torch.set_grad_enabled(grad):
+            result = made(*args)
+        (graph,) = report.graphs
+        return result, graph
+
+    return run
+
+
+@pytest.fixture
+def no_aot(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Call it, and tracing with AOT is an error from then on."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("AOT was called")
+
+    return lambda: monkeypatch.setattr("torch._dynamo.backends.common.aot_module_simplified", refuse)

@@ -1,0 +1,130 @@
+"""The draft-plus-verify step from the cache: the same graph, files and tokens as where it was traced."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import gemma_npu_compile as gnc
+from gemma_npu_compile.dump import dump_to
+from gemma_npu_compile.tiny_pair import ASSISTANT_DIR, TARGET_DIR
+
+OPTIONS = {"platform": "ascend910b"}
+
+
+def _step(pair) -> gnc.Engine:
+    engine = gnc.Engine(*pair, 1, max_rows=3, max_model_len=256, options=gnc.Options(**OPTIONS))
+    engine.warm_up()
+    return engine
+
+
+def _tokens(engine: gnc.Engine) -> list:
+    """Tokens of three steps of two rows."""
+    state, found = engine.prefill([torch.arange(1, 20), torch.arange(3, 30)]), []
+    for _ in range(3):
+        state, new, _, _ = engine.decode(state)
+        found.append(new)
+    return found
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """Everything a dump shows, without the times."""
+    found = {path.name: path.read_text() for path in folder.rglob("*") if path.is_file()}
+    return {name: re.sub(r'("seconds": )?\d+\.\d+(e-\d+)?', "", text) for name, text in found.items()}
+
+
+@pytest.fixture(scope="module")
+def traced(pair, tmp_path_factory):
+    """Environment of a cache, and what the process that traced the step got."""
+    root = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GEMMA_NPU_CACHE", "1")
+        patch.setenv("GEMMA_NPU_CACHE_DIR", str(root / "cache"))
+        with dump_to(root / "dump"):
+            engine = _step(pair)
+        (graph,) = engine.report.graphs
+        assert graph.cache == "stored"
+        yield root, _tokens(engine), graph, patch
+
+
+def test_a_hit_is_the_same_graph_with_the_same_source_lines(traced, pair, monkeypatch, fresh_dynamo) -> None:
+    """Everything a dump shows: the trace, the graph behind each pass, the page with its modules, the plan."""
+    root, tokens, graph, _ = traced
+    monkeypatch.setattr("torch._dynamo.backends.common.aot_module_simplified", None)
+    with dump_to(root / "again"):
+        engine = _step(pair)
+    (hit,) = engine.report.graphs
+    assert hit.cache == "hit"
+    assert "compile cache: hit" in str(engine.report)
+    first, second = _files(root / "dump"), _files(root / "again")
+    assert [name for name in first if first[name] != second.get(name)] == []
+    assert "self_attn" in second["index.html"]
+    assert "gemma_npu_compile/step.py" in second["00_traced.py"]
+    assert [p.changed for p in hit.passes] == [p.changed for p in graph.passes]
+    assert _tokens(engine) == tokens
+    assert (hit.sizes, hit.fallbacks, hit.recompile) == (graph.sizes, graph.fallbacks, False)
+
+
+PROGRAM = """
+import importlib.util, json, sys
+import torch
+spec = importlib.util.spec_from_file_location("test_step", sys.argv[1])
+test_step = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(test_step)
+spec = importlib.util.spec_from_file_location("pairs", sys.argv[2])
+pairs = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(pairs)
+import os
+os.environ["GEMMA_NPU_CACHE"] = "1"
+torch._dynamo.backends.common.aot_module_simplified = None
+engine = test_step._step(pairs.build_pair())
+print(json.dumps([[graph.cache for graph in engine.report.graphs], test_step._tokens(engine)]))
+"""
+
+
+def test_another_process_hits_whatever_its_hash_seed(traced) -> None:
+    """Same tokens, without AOT; the order of sets in another process does not change the key."""
+    paths = [__file__, str(Path(__file__).parents[1] / "conftest.py")]
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", PROGRAM, *paths]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [["hit"], traced[1]]
+
+
+@pytest.mark.slow
+def test_numbers_read_from_tensors_are_kept(traced, make_pair, fresh_dynamo) -> None:
+    """Ordered embeddings read one (``.item()``): a symbol of the trace that is the size of nothing."""
+    tokens = []
+    for state in ("stored", "hit"):
+        torch._dynamo.reset()
+        engine = _step(make_pair(ordered=True))
+        (graph,) = engine.report.graphs
+        assert (graph.cache, graph.fallbacks) == (state, {})
+        tokens.append(_tokens(engine))
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.slow
+def test_the_command_line_hits_in_its_second_run(tmp_path) -> None:
+    """The bundled pair: equal text and acceptance from two processes; the second loads what the first kept."""
+    environment = {**os.environ, "GEMMA_NPU_CACHE": "1", "GEMMA_NPU_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "gemma_npu_compile.cli", "explain", "--json", "--num-draft-tokens", "3"]
+    command += ["--model", str(TARGET_DIR), "--assistant", str(ASSISTANT_DIR)]
+    answers = []
+    for seed in ("1", "2"):
+        run = subprocess.run(
+            command, capture_output=True, text=True, timeout=500, env={**environment, "PYTHONHASHSEED": seed}
+        )
+        assert run.returncode == 0, run.stderr
+        answers.append(json.loads(run.stdout)["graphs"])
+    assert [[graph["cache"] for graph in graphs] for graphs in answers] == [["stored"], ["hit"]]
+    first, second = answers[0][0], answers[1][0]
+    for key in ("nodes", "bindings", "sizes", "captures", "fallbacks", "breaks"):
+        assert first.get(key) == second.get(key), key
+    assert second["seconds"]["aot"] < first["seconds"]["aot"] / 3
