@@ -11,7 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from gemma_npu_compile.bench.measure import Round, Unavailable
 from gemma_npu_compile.bench.steady import steady_facts
-from gemma_npu_compile.bench.work import DRAFTS, ForcedWork, Step, TextWork, Work, hidden_states
+from gemma_npu_compile.bench.work import ForcedWork, Step, TextWork, Work, hidden_states
 from gemma_npu_compile.engine import Engine
 from gemma_npu_compile.options import Options, choice
 from gemma_npu_compile.state import Results, State
@@ -31,7 +31,7 @@ class StepSubject:
         self.engine = Engine(
             work.target,
             work.assistant,
-            DRAFTS,
+            work.drafts,
             max_rows=work.batch,
             max_model_len=work.model_len,
             compiled=options is not None,
@@ -99,7 +99,7 @@ class Plain(StepSubject):
 
     @torch.inference_mode()
     def launch(self, state: State) -> tuple[State, Results]:
-        cache, width = self.engine.cache, 1 + DRAFTS
+        cache, width = self.engine.cache, 1 + self.work.drafts
         for row, length in zip(state.rows, state.lengths, strict=True):
             cache.extend(row, length + width)
         inputs = state.token, state.hidden, state.seq_len, *cache.block_tables(state.rows)

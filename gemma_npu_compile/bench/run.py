@@ -11,7 +11,7 @@ from gemma_npu_compile.bench.machine import copy_gbps, gflops, read_gbps
 from gemma_npu_compile.bench.measure import Measured, differences, prepare, ratios, run_rounds
 from gemma_npu_compile.bench.peers import makers
 from gemma_npu_compile.bench.scenarios import NEW_TOKENS, PATTERN, Scenario
-from gemma_npu_compile.bench.work import DRAFTS, ForcedWork, TextWork, Work, text_work
+from gemma_npu_compile.bench.work import ForcedWork, TextWork, Work, text_work
 from gemma_npu_compile.verify import is_tie, plain_greedy
 
 Say = Callable[[str], None]
@@ -38,7 +38,7 @@ def _wrong(work: Work, found: Mapping[str, Measured]) -> list[str]:
 
 
 def roofline(
-    costs: Costs, lengths: list[list[int]], step_ms: float, copy: float, read: float, rate: float
+    costs: Costs, drafts: int, lengths: list[list[int]], step_ms: float, copy: float, read: float, rate: float
 ) -> dict[str, Any]:
     """Bytes a step has to read, against what the machine copies in that time.
 
@@ -47,11 +47,11 @@ def roofline(
         copy, read: GB/s; ``rate``: GFLOP/s.
     """
     rows = len(lengths[0])
-    weights = costs.weights(rows, 0, DRAFTS)
-    known: dict[int, float] = {n: costs.kv(1, n, DRAFTS) for step in lengths for n in step}
+    weights = costs.weights(rows, 0, drafts)
+    known: dict[int, float] = {n: costs.kv(1, n, drafts) for step in lengths for n in step}
     kv = sum(known[n] for step in lengths for n in step) / len(lengths)
     middle = sum(map(sum, lengths)) // (rows * len(lengths))
-    flops = costs.flops(rows, middle, DRAFTS)
+    flops = costs.flops(rows, middle, drafts)
     seconds, total = step_ms / 1e3, weights + kv
     predicted = max(total / read / 1e9, flops / rate / 1e9)
     return {
@@ -70,6 +70,7 @@ def roofline(
 
 def summary(
     scenario: Scenario,
+    work: Work,
     found: Mapping[str, Measured],
     wrong: list[str],
     costs: Costs,
@@ -91,7 +92,7 @@ def summary(
         "ours": {field: each for field, each in ours.items() if field not in ("available", "reason")},
         "peers": peers,
         "ratios": ratios(ours, peers),
-        "roofline": roofline(costs, lengths, ours["step_ms"], *machine),
+        "roofline": roofline(costs, work.drafts, lengths, ours["step_ms"], *machine),
     }
 
 
@@ -114,7 +115,7 @@ def run_scenario(
         found = prepare(makers(work, peers, platform))
         machine = copy_gbps(), read_gbps(), gflops()
         run_rounds(found, rounds, lambda done: say(f"{scenario.name}: round {done} of {rounds}"))
-        return summary(scenario, found, _wrong(work, found), costs, machine)
+        return summary(scenario, work, found, _wrong(work, found), costs, machine)
     finally:
         torch._dynamo.reset()
         gc.collect()

@@ -67,11 +67,10 @@ def allocations(step: Callable[[], Any]) -> int:
 
 
 def stable_bytes(engine: Engine) -> int:
-    """Bytes a full batch copies into stable buffers before a replay."""
+    """Bytes a replay of the largest size copies into stable buffers."""
     runner = _runner(engine)
     buffers = next(iter(runner._bindings[-1].buffers.values()))
-    rows = engine.cache.max_rows
-    return sum(buffers.view(item, rows).nbytes for item in buffers.inputs)
+    return sum(buffers.view(item, runner.sizes[-1]).nbytes for item in buffers.inputs)
 
 
 def memory_ratio(engine: Engine) -> float:

@@ -29,6 +29,7 @@ class Work(Protocol):
 
     target: PreTrainedModel
     assistant: PreTrainedModel
+    drafts: int
     batch: int
     model_len: int
 
@@ -58,14 +59,19 @@ class TextWork:
     """
 
     def __init__(
-        self, target: PreTrainedModel, assistant: PreTrainedModel, prompts: Sequence[Sequence[int]], new_tokens: int
+        self,
+        target: PreTrainedModel,
+        assistant: PreTrainedModel,
+        prompts: Sequence[Sequence[int]],
+        new_tokens: int,
+        drafts: int = DRAFTS,
     ) -> None:
-        self.target, self.assistant = target, assistant
+        self.target, self.assistant, self.drafts = target, assistant, drafts
         self.prompts, self.new_tokens, self.batch = prompts, new_tokens, len(prompts)
-        self.model_len = max(map(len, prompts)) + (1 + DRAFTS) * (new_tokens + 1)  # rows that are done run on
+        self.model_len = max(map(len, prompts)) + (1 + drafts) * (new_tokens + 1)  # rows that are done run on
         # Ends of text would make rows unequal: nobody stops at one.
         target.generation_config.eos_token_id = None  # type: ignore[union-attr]
-        assistant.generation_config.num_assistant_tokens = DRAFTS  # type: ignore[union-attr]
+        assistant.generation_config.num_assistant_tokens = drafts  # type: ignore[union-attr]
         assistant.generation_config.num_assistant_tokens_schedule = "constant"  # type: ignore[union-attr]
 
     def begin(self, engine: Engine) -> State:
@@ -107,12 +113,13 @@ class ForcedWork:
         batch: int,
         context: int,
         pattern: Sequence[int],
+        drafts: int = DRAFTS,
         seed: int = 0,
     ) -> None:
-        self.target, self.assistant = target, assistant
+        self.target, self.assistant, self.drafts = target, assistant, drafts
         self.batch, self.context, self.pattern, self.seed = batch, context, tuple(pattern), seed
         self.grown = [sum(n + 1 for n in self.pattern[:i]) for i in range(len(self.pattern) + 1)]
-        self.model_len = context + self.grown[-1] + 1 + DRAFTS
+        self.model_len = context + self.grown[-1] + 1 + drafts
         config = target.config.get_text_config()
         generator = torch.Generator().manual_seed(seed)
         shape = len(self.pattern), batch
@@ -122,7 +129,7 @@ class ForcedWork:
     def begin(self, engine: Engine) -> State:
         rows = list(engine.cache.rows)
         if not rows:
-            rows = fill_cache(engine.cache, self.batch, self.context, self.grown[-1] + 1 + DRAFTS, self.seed)
+            rows = fill_cache(engine.cache, self.batch, self.context, self.grown[-1] + 1 + self.drafts, self.seed)
         return self._state(rows, 0)
 
     def _state(self, rows: list[int], number: int) -> State:
@@ -138,11 +145,6 @@ class ForcedWork:
 
     def tokens(self, start: State, steps: Sequence[Step]) -> list[list[int]]:
         return [[t for step in steps for t in step.new[row]] for row in range(self.batch)]
-
-
-def forced(work: Work) -> bool:
-    """Whether a round's tokens are counted by the pattern instead of by what was accepted."""
-    return isinstance(work, ForcedWork)
 
 
 def hidden_states(steps: Sequence[Step]) -> Tensor:
