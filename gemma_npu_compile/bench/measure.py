@@ -146,11 +146,26 @@ def differences(
             for row, position, wanted, got in _first_differences(expected, each.tokens):
                 if not excused(row, position, wanted, got):
                     wrong.append(f"{name}: round {number}, row {row}, token {position} is {got}, not {wanted}")
-            if first is not None and first.hidden is not None and each.hidden is not None:
-                gap = float((each.hidden.float() - first.hidden.float()).abs().max() / first.hidden.float().abs().max())
-                if not gap <= HIDDEN_TOLERANCE:  # NaN differs too
-                    wrong.append(f"{name}: round {number}, hidden states differ by {gap:.3g} of their largest element")
+            gap = None if first is None else _gap(first, each)
+            if gap is not None and not gap <= HIDDEN_TOLERANCE:  # NaN differs too
+                wrong.append(f"{name}: round {number}, hidden states differ by {gap:.3g} of their largest element")
     return wrong
+
+
+def _gap(first: Round, other: Round) -> float | None:
+    """Largest difference of hidden states, relative to their largest element; None where they are not compared."""
+    if first.hidden is None or other.hidden is None:
+        return None
+    expected, found = first.hidden.float(), other.hidden.float()
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def hidden_gap(found: Mapping[str, Measured]) -> float | None:
+    """The largest difference of hidden states between ours and a peer; None where there is nothing to compare."""
+    first = found["ours"].rounds[0]
+    others = [r for name, m in found.items() if name != "ours" and m.reason is None for r in m.rounds]
+    gaps = [gap for gap in (_gap(first, each) for each in others) if gap is not None]
+    return max(gaps, default=None)
 
 
 def _first_differences(

@@ -8,7 +8,7 @@ import torch
 
 from gemma_npu_compile.bench.costs import Costs, costs_of
 from gemma_npu_compile.bench.machine import copy_gbps, gflops, read_gbps
-from gemma_npu_compile.bench.measure import Measured, differences, prepare, ratios, run_rounds
+from gemma_npu_compile.bench.measure import Measured, differences, hidden_gap, prepare, ratios, run_rounds
 from gemma_npu_compile.bench.peers import makers
 from gemma_npu_compile.bench.scenarios import NEW_TOKENS, PATTERN, Scenario
 from gemma_npu_compile.bench.work import ForcedWork, TextWork, Work, text_work
@@ -89,6 +89,7 @@ def summary(
         "steps": len(lengths),
         "tokens_equal": not wrong if scenario.context is None or len(compared) > 1 else None,
         "differences": wrong,
+        "hidden_gap": hidden_gap(found),
         "ours": {field: each for field, each in ours.items() if field not in ("available", "reason")},
         "peers": peers,
         "ratios": ratios(ours, peers),
