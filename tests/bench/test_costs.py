@@ -1,5 +1,7 @@
 """Bytes and arithmetic of a step, counted by hand on small pairs."""
 
+import copy
+
 import pytest
 import torch
 
@@ -38,6 +40,14 @@ def test_visible_keys_and_values(pair, rows, context):
     assert costs.kv(rows, context, 3) == 4 * rows * (verify + 3 * draft)
     assert costs.kept(rows, context, 3) == 4 * rows * (full * context + sliding * min(context, 24))
     assert costs.read(rows, context, 3) == costs.weights(rows, context, 3) + costs.kv(rows, context, 3)
+
+
+def test_an_assistant_reads_as_many_heads_as_the_target_wrote(pair):
+    target, assistant = pair
+    other = copy.copy(assistant)
+    other.config = copy.deepcopy(assistant.config)
+    other.config.text_config.num_key_value_heads = 4  # nobody asks it
+    assert costs_of(target, other).kv(1, 100, 3) == costs_of(target, assistant).kv(1, 100, 3)
 
 
 def test_arithmetic(pair):

@@ -4,12 +4,13 @@ import json
 
 import pytest
 import sympy
-import torch
 
 from gemma_npu_compile.bench import estimate
 from gemma_npu_compile.bench.costs import CONTEXT, DRAFTS, ROWS, Costs, Formula
+from gemma_npu_compile.bench.steady import _runner
 from gemma_npu_compile.cli import main
-from gemma_npu_compile.shapes import build
+from gemma_npu_compile.engine import Engine
+from gemma_npu_compile.options import Options
 
 
 def formula(expr) -> Formula:
@@ -58,6 +59,8 @@ def test_every_number_has_its_source_and_the_users_come_first():
     assert (published["tasks"].value, published["tasks"].source) == (70, "launches of the traced step")
     assert published["task"].value == 0
     assert "no source is known" in published["task"].source
+    mixed = estimate.inputs_of("ascend910b", 900.0, None, None, 70, True)
+    assert [(each.value, each.source) for each in mixed[:2]] == [(900.0, "--bandwidth"), (353.9, estimate.GUIDE)]
     own = {each.name: each for each in estimate.inputs_of("ascend910_93", 900.0, 200.0, 3.0, 70, False)}
     assert {name: (each.value, each.source) for name, each in own.items()} == {
         "bandwidth": (900.0, "--bandwidth"),
@@ -129,7 +132,9 @@ def test_json_and_page_of_an_estimate(capsys):
 
 
 @pytest.mark.slow
-def test_tasks_are_counted_on_the_traced_step():
-    pair = build("e2b", torch.bfloat16, fold=True)
-    one, two = (estimate.count_tasks(*pair, drafts, "ascend910b") for drafts in (1, 2))
-    assert 0 < one < two
+def test_tasks_are_those_of_a_capture(pair):
+    options = Options(platform="ascend910b")
+    engine = Engine(*pair, 1, max_rows=2, max_model_len=1024, options=options)
+    engine.warm_up()
+    (captured,) = (graph for binding in _runner(engine)._bindings for graph in binding.graphs.values())
+    assert estimate.count_tasks(*pair, 1, "ascend910b") == len(captured.tasks)
