@@ -111,7 +111,7 @@ def run_scenario(
     work = make_work(scenario, pair)
     costs = costs_of(work.target, work.assistant)
     say(f"{scenario.name}: compiling")
-    _warm_compilers(peers)
+    _warm_compilers(peers, platform)
     try:
         found = prepare(makers(work, peers, platform))
         machine = copy_gbps(), read_gbps(), gflops()
@@ -122,11 +122,16 @@ def run_scenario(
         gc.collect()
 
 
-def _warm_compilers(peers: tuple[str, ...]) -> None:
-    """What a process pays once (imports, compilers looked up) is nobody's compile time."""
+def _warm_compilers(peers: tuple[str, ...], platform: str) -> None:
+    """What is paid once (imports, the C++ kernels of a machine, compilers looked up) is nobody's compile time."""
     from gemma_npu_compile.backend import Backend
 
-    backends: list[Any] = [Backend(), *(["inductor"] if "inductor" in peers else [])]
-    for backend in backends:
+    backends: list[tuple[Any, dict[str, Any] | None]] = [(Backend(), {"platform": platform})]
+    if "inductor" in peers:
+        backends.append(("inductor", None))
+    for backend, options in backends:
         with torch.no_grad():
-            torch.compile(lambda x: (x + 1).sum(-1), backend=backend, isolate_recompiles=True)(torch.zeros(2, 3))  # type: ignore[call-overload]
+            compiled = torch.compile(  # type: ignore[call-overload]
+                lambda x: (x + 1).sum(-1), backend=backend, options=options, isolate_recompiles=True
+            )
+            compiled(torch.zeros(2, 3))

@@ -60,7 +60,7 @@ def fakes(monkeypatch, pair):
         tokenizer = lambda text: {"input_ids": [1] * 10}  # noqa: E731
         monkeypatch.setattr(scenarios, "load", lambda name: (*pair, tokenizer))
         monkeypatch.setattr(bench_run, "makers", makers)
-        monkeypatch.setattr(bench_run, "_warm_compilers", lambda peers: None)
+        monkeypatch.setattr(bench_run, "_warm_compilers", lambda peers, platform: None)
         monkeypatch.setattr(bench_run, "plain_greedy", lambda model, prompt, new, eos, pad: [1, 2, 3])
         monkeypatch.setattr(bench_run, "is_tie", lambda model, prefix, tokens: False)
         for name, value in (("copy_gbps", 20.0), ("read_gbps", 16.0), ("gflops", 50.0)):

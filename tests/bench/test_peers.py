@@ -131,8 +131,8 @@ def test_allocations_are_counted_inside_the_replay_only():
         torch.zeros(10)
         del kept
 
-    assert steady.allocations(step) == 2
-    assert steady.allocations(lambda: torch.zeros(3)) == 0
+    assert steady._allocations(step) == 2
+    assert steady._allocations(lambda: torch.zeros(3)) == 0
 
 
 def test_transformers_steps_are_the_times_between_tokens(text):
