@@ -80,7 +80,9 @@ class Ours(StepSubject):
     """The captured step as an engine launches it."""
 
     def __init__(self, work: Work, platform: str, clock: Callable[[], float] = time.perf_counter) -> None:
-        cold = {"cache": False} if "cache" in Options.__dataclass_fields__ else {}  # as fresh as Inductor's
+        cold: dict[str, Any] = (
+            {"cache": False} if "cache" in Options.__dataclass_fields__ else {}
+        )  # as fresh as Inductor's
         super().__init__(work, Options(platform=platform, on_fallback="error", **cold), clock)
 
     def launch(self, state: State) -> tuple[State, Results]:
