@@ -5,13 +5,13 @@ import sys
 from collections.abc import Sequence
 
 from gemma_npu_compile import __version__
-from gemma_npu_compile.cli import acceptance, cache, check, diff, dump, env, explain, probe, replay_check, run
+from gemma_npu_compile.cli import acceptance, bench, cache, check, diff, dump, env, explain, probe, replay_check, run
 from gemma_npu_compile.cli.common import Parser, common_flags, pair_flags, resolve
 from gemma_npu_compile.errors import CaptureError
 
 COMMANDS = {
     each.COMMAND.name: each.COMMAND
-    for each in (run, acceptance, explain, dump, diff, check, replay_check, probe, env, cache)
+    for each in (run, acceptance, explain, dump, diff, check, replay_check, probe, bench, cache, env)
 }
 
 

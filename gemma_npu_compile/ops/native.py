@@ -63,7 +63,8 @@ def _attention(
 
 
 def _geglu(gate_up: Tensor, *, out: Tensor) -> program.Command | None:
-    return program.gelu_mul(*gate_up.chunk(2, dim=-1), out=out)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return program.gelu_mul(gate, up, out)
 
 
 _define("paged_attention", _attention)

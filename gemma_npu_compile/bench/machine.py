@@ -1,0 +1,88 @@
+"""What this machine is and what it can do: bandwidth and arithmetic, measured in the run that uses them."""
+
+import os
+import platform
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+
+from gemma_npu_compile import __version__
+
+BUFFER = 512 * 2**20
+"""Bytes of the buffers that are copied: more than any processor's cache."""
+
+
+def _seconds(run: Any, repeats: int = 5) -> float:
+    run()
+    found = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - start)
+    return median(found)
+
+
+def copy_gbps(nbytes: int = BUFFER) -> float:
+    """Copy bandwidth in GB/s, bytes read plus bytes written, with torch's threads."""
+    source = torch.ones(nbytes // 4)
+    target = torch.zeros_like(source)
+    return 2 * nbytes / _seconds(lambda: target.copy_(source)) / 1e9
+
+
+def read_gbps(nbytes: int = BUFFER) -> float:
+    """Read bandwidth in GB/s of a sum over float32, with torch's threads: what a step does to its weights."""
+    source = torch.ones(nbytes // 4)
+    return nbytes / _seconds(source.sum) / 1e9
+
+
+def gflops(size: int = 1024) -> float:
+    """Rate of a float32 matrix product in GFLOP/s, with torch's threads."""
+    left, right = torch.ones(size, size), torch.ones(size, size)
+    return 2 * size**3 / _seconds(lambda: left @ right) / 1e9
+
+
+def describe() -> dict[str, Any]:
+    """Processor, threads, versions."""
+    return {
+        "processor": _processor(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "gemma_npu_compile": __version__,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def resident_mb(peak: bool = False) -> float | None:
+    """Resident memory of this process in MiB now, or its peak since :func:`forget_peak`; None where unknown."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    name = "VmHWM:" if peak else "VmRSS:"
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(name)), None)
+
+
+def forget_peak() -> bool:
+    """Let the kernel begin a new peak of resident memory; False where it cannot."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True

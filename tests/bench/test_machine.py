@@ -1,0 +1,54 @@
+"""Figures of the machine: what is counted, whatever it takes."""
+
+import pytest
+import torch
+
+from gemma_npu_compile.bench import machine
+
+
+def test_a_copy_reads_and_writes_a_sum_only_reads(monkeypatch):
+    ran = []
+
+    def two_seconds(run):
+        ran.append(run())
+        return 2.0
+
+    monkeypatch.setattr(machine, "_seconds", two_seconds)
+    assert machine.copy_gbps(4000) == pytest.approx(2 * 4000 / 2 / 1e9)
+    assert machine.read_gbps(4000) == pytest.approx(4000 / 2 / 1e9)
+    assert machine.gflops(10) == pytest.approx(2 * 10**3 / 2 / 1e9)
+    copied, total, product = ran
+    assert (copied == 1).all()
+    assert total == 1000
+    assert torch.equal(product, torch.full((10, 10), 10.0))
+
+
+def test_seconds_are_a_median_behind_a_run_that_is_not_timed(monkeypatch):
+    times = iter([0, 1, 10, 19, 20, 22])  # three runs of 1, 9 and 2 seconds
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: next(times))
+    ran = []
+    assert machine._seconds(lambda: ran.append(0), repeats=3) == 2
+    assert len(ran) == 4
+
+
+def test_the_peak_of_memory_begins_anew():
+    if not machine.forget_peak():
+        pytest.skip("this kernel keeps its peak")
+    before = machine.resident_mb(peak=True)
+    block = torch.ones(64 * 2**18)
+    grown = machine.resident_mb(peak=True)
+    del block
+    assert grown - before == pytest.approx(64, abs=8)
+    assert machine.forget_peak()
+    assert machine.resident_mb(peak=True) < grown - 48
+
+
+def test_a_machine_without_proc_has_no_figures(monkeypatch):
+    def missing(*args, **kwargs):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(machine.Path, "read_text", missing)
+    monkeypatch.setattr(machine.Path, "write_text", missing)
+    assert machine.resident_mb() is None
+    assert machine.forget_peak() is False
+    assert machine.describe()["processor"]
