@@ -5,6 +5,7 @@ long as the step. An engine calls one function with arguments it makes itself, s
 the runner's arguments are its own, and compare the rest, cheaply, with what they were.
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,8 +29,9 @@ class TappedRunner(GraphRunner):
         return results
 
 
-def _weights(step: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    dicts = [d for module in step.modules() for d in (module._parameters, module._buffers)]
+def _held(step: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
+    """All weights, and the step's own attributes."""
+    dicts = [d for module in step.modules() for d in (module._parameters, module._buffers)] + [vars(step)]
     return [(d, name, tensor) for d in dicts for name, tensor in d.items()]
 
 
@@ -61,7 +63,7 @@ class DirectCall:
     """The step as one runner call.
 
     Args:
-        step: whose weights must stay what they are.
+        step: whose weights and attributes must stay what they are.
         runner: that ran it.
         given, results: the runner's arguments and results in one call ...
         leaves, output: ... and the step's, tensors in the order of its parameters.
@@ -79,8 +81,9 @@ class DirectCall:
         leaves: Sequence[Tensor],
         output: StepOutput,
     ) -> None:
-        self._runner, self._template = runner, list(given)
-        self._weights = _weights(step)
+        self._runner, self._template = weakref.ref(runner), list(given)
+        self._device = runner.plan.device.type
+        self._held = _held(step)
         positions = _positions(runner, given, leaves) if runner.plan.rows is not None else None
         outputs = [next((i for i, r in enumerate(results) if r is each), None) for each in output]
         self._outputs = [index for index in outputs if index is not None]
@@ -89,21 +92,29 @@ class DirectCall:
         for source in self._positions:
             self._template[source] = None  # not to keep a caller's tensors
 
+    @property
+    def gone(self) -> bool:
+        """Whether Dynamo has dropped the compiled code."""
+        return self._runner() is None
+
     def holds(self) -> bool:
-        """Whether a call of the compiled function would come to the same: no weight was replaced, no mode is on."""
+        """Whether a call of the compiled function would come to the same: nothing was replaced, no mode is on."""
         return (
             self.possible
+            and not self.gone
             and not torch.is_autocast_enabled("cpu")
-            and not torch.is_autocast_enabled(self._runner.plan.device.type)
+            and not torch.is_autocast_enabled(self._device)
             and not torch._C._len_torch_dispatch_stack()
             and not torch._C._len_torch_function_stack()
-            and all(d.get(name) is tensor for d, name, tensor in self._weights)
+            and all(d.get(name) is tensor for d, name, tensor in self._held)
         )
 
     def __call__(self, leaves: Sequence[Tensor]) -> StepOutput:
         """Run the step on ``leaves``; raises as the runner does."""
+        runner = self._runner()
+        assert runner is not None, "ask holds() first"
         args = list(self._template)
         for source, index in self._positions.items():
             args[source] = leaves[index] if index >= 0 else leaves[0].shape[0]
-        results = self._runner(args)
+        results = runner(args)
         return StepOutput(*(results[index] for index in self._outputs))

@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -35,9 +36,10 @@ Adjust = Callable[[Tensor, Tensor], Tensor]
 class _Run:
     """One way to run the step, with the backend that compiles it."""
 
+    step: DraftVerifyStep
     call: Any
     backend: Backend
-    runners: list[TappedRunner] = dataclasses.field(default_factory=list)
+    runners: weakref.WeakSet[TappedRunner]  # Dynamo's to keep: a reset drops the code, and captures go with it
     warm: int = -1  # the backend's number of resets at the last warm-up
     direct: DirectCall | None = None
 
@@ -99,13 +101,14 @@ class Engine:
             if kind == "open":
                 step = copy.copy(step)  # the same modules and buffers
                 step.return_states = True
-            runners: list[TappedRunner] = []
+            runners: weakref.WeakSet[TappedRunner] = weakref.WeakSet()
 
             def runner(*args: Any) -> TappedRunner:
-                runners.append(TappedRunner(*args))
-                return runners[-1]
+                made = TappedRunner(*args)
+                runners.add(made)
+                return made
 
-            run = _Run(step, Backend(self.report.graphs.append, runner), runners)
+            run = _Run(step, step, Backend(self.report.graphs.append, runner), runners)
             if self.compiled:
                 given = {f.name: getattr(self._options, f.name) for f in dataclasses.fields(self._options)}
                 # Engines share the code of forward: isolation keeps one from counting as a recompilation of another.
@@ -125,7 +128,8 @@ class Engine:
                 outside the graph.
         """
         run = self._run(kind)
-        if not self.compiled or run.warm == run.backend.resets:
+        known = run.warm == run.backend.resets and run.runners  # Dynamo tells a backend of one reset, not of a second
+        if not self.compiled or known:
             return
         step, cache = self.step, self.cache
         inputs = step.token_padding, step.hidden_padding, cache.padding_lens, cache.host_padding_lens
@@ -283,14 +287,17 @@ class Engine:
         arguments: list[Any] = [*leaves[:3], tuple(leaves[3:last])]
         if kind == "sampled":
             arguments.append(Draws(*leaves[last:-1]))
-        watched = run.runners[0] if len(run.runners) == 1 and run.direct is None and not self._options.record else None
-        if watched is None:
+        if run.direct is not None and run.direct.gone:
+            run.direct = None
+        watched = next(iter(run.runners), None)
+        if watched is None or len(run.runners) > 1 or run.direct is not None or self._options.record:
+            del watched
             return run.call(*arguments, host_len=leaves[-1])
         watched.tap = []
         try:
             output: StepOutput = run.call(*arguments, host_len=leaves[-1])
             if len(watched.tap) == 1:
-                run.direct = DirectCall(self.step, watched, *watched.tap[0], leaves, output)
+                run.direct = DirectCall(run.step, watched, *watched.tap[0], leaves, output)
         finally:
             watched.tap = None
         return output
