@@ -289,9 +289,9 @@ class Engine:
             arguments.append(Draws(*leaves[last:-1]))
         if run.direct is not None and run.direct.gone:
             run.direct = None
-        watched = next(iter(run.runners), None)
-        if watched is None or len(run.runners) > 1 or run.direct is not None or self._options.record:
-            del watched
+        learn = run.direct is None and len(run.runners) == 1 and not self._options.record
+        watched = next(iter(run.runners), None) if learn else None
+        if watched is None:
             return run.call(*arguments, host_len=leaves[-1])
         watched.tap = []
         try:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemma_npu_compile.native import program
+from gemma_npu_compile.native import small
 from gemma_npu_compile.native.program import Command
 
 aten = torch.ops.aten
@@ -27,10 +27,10 @@ def _binary(name: str) -> Callable[..., Commands]:
         if alpha != 1 or not isinstance(left, Tensor):
             return ()
         if _is_whole(left) and _is_whole(right):
-            return _some(program.integers(name, left, right, out)) if name != "div" else ()
+            return _some(small.integers(name, left, right, out)) if name != "div" else ()
         if not isinstance(right, Tensor) and name in ("add", "sub"):  # ATen rounds these numbers to the tensor's dtype
             right = torch.tensor(right, dtype=left.dtype).item()
-        return _some(program.binary(name, left, right, out))
+        return _some(small.binary(name, left, right, out))
 
     return commands
 
@@ -39,7 +39,7 @@ def _whole(name: str) -> Callable[..., Commands]:
     def commands(left: Any, right: Any, *, out: Tensor) -> Commands:
         if not isinstance(left, Tensor) or not _is_whole(left) or not _is_whole(right):
             return ()
-        return _some(program.integers(name, left, right, out))
+        return _some(small.integers(name, left, right, out))
 
     return commands
 
@@ -47,42 +47,42 @@ def _whole(name: str) -> Callable[..., Commands]:
 def _clamp(x: Tensor, min: Any = None, max: Any = None, *, out: Tensor) -> Commands:  # noqa: A002  (ATen's names)
     if not _is_whole(x) or (min is None) == (max is None):
         return ()
-    return _some(program.integers("least", x, min, out) if max is None else program.integers("most", x, max, out))
+    return _some(small.integers("least", x, min, out) if max is None else small.integers("most", x, max, out))
 
 
 def _gather(source: Tensor, dim: int, index: Tensor, sparse_grad: bool = False, *, out: Tensor) -> Commands:
-    return _some(program.gather(source, dim, index, out)) if source.dim() == out.dim() else ()
+    return _some(small.gather(source, dim, index, out)) if source.dim() == out.dim() else ()
 
 
 def _cat(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor) -> Commands:
     if any(t.dim() != out.dim() or t.dtype != out.dtype for t in tensors):
         return ()
     parts = out.split([t.shape[dim] for t in tensors], dim)
-    return _some(*(program.copy(t, part) for t, part in zip(tensors, parts, strict=True) if t.numel()))
+    return _some(*(small.copy(t, part) for t, part in zip(tensors, parts, strict=True) if t.numel()))
 
 
 def _stack(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor) -> Commands:
     if any(t.dtype != out.dtype for t in tensors):
         return ()
-    return _some(*(program.copy(t, part) for t, part in zip(tensors, out.unbind(dim), strict=True)))
+    return _some(*(small.copy(t, part) for t, part in zip(tensors, out.unbind(dim), strict=True)))
 
 
 def _embedding(
     weight: Tensor, indices: Tensor, padding_idx: int = -1, scale: bool = False, sparse: bool = False, *, out: Tensor
 ) -> Commands:
-    return _some(program.take(weight, indices, out))
+    return _some(small.take(weight, indices, out))
 
 
 def _copy(out: Tensor, source: Tensor, non_blocking: bool = False) -> Commands:
     if source.dtype != out.dtype:
-        return _some(program.integers("add", source, 0, out))
-    return _some(program.copy(source, out))
+        return _some(small.integers("add", source, 0, out))
+    return _some(small.copy(source, out))
 
 
 def _argmax(x: Tensor, dim: int | None = None, keepdim: bool = False, *, out: Tensor) -> Commands:
     if dim is None or dim % x.dim() != x.dim() - 1:
         return ()
-    return _some(program.argmax(x, out))
+    return _some(small.argmax(x, out))
 
 
 COMMANDS: dict[Any, Callable[..., Commands]] = {

@@ -25,6 +25,13 @@ void binary(const Word* a, Shared&, int t, int n) {
     }
 }
 
+// Where element `u` of four axes lies.
+inline int64_t offset(int64_t u, const Word* size, const Word* stride) {
+    int64_t found = 0;
+    for (int k = 3; k >= 0; u /= size[k--]) found += u % size[k] * stride[k];
+    return found;
+}
+
 enum Type { I32, I64, BOOL, F32 };
 
 inline int64_t whole(const void* data, int64_t i, Word type) {
@@ -45,13 +52,7 @@ inline void integers(const Word* a, Shared&, int t, int n) {
     const Word *size = a + 4, *so = a + 8, *sa = a + 12, *sb = a + 16, *type = a + 20;
     Share mine(size[0] * size[1] * size[2] * size[3], t, n);
     for (int64_t u = mine.begin; u < mine.end; u++) {
-        int64_t i[4] = {u / size[3] / size[2] / size[1], u / size[3] / size[2] % size[1], u / size[3] % size[2], u % size[3]};
-        int64_t to = 0, x = 0, y = 0;
-        for (int k = 0; k < 4; k++) {
-            to += i[k] * so[k];
-            x += i[k] * sa[k];
-            y += i[k] * sb[k];
-        }
+        const int64_t to = offset(u, size, so), x = offset(u, size, sa), y = offset(u, size, sb);
         int64_t l = whole((const void*)a[1], x, type[1]), r = a[2] ? whole((const void*)a[2], y, type[2]) : a[3], result = 0;
         switch (a[23]) {
             case ADD: result = l + r; break;
@@ -73,13 +74,7 @@ void gather(const Word* a, Shared& shared, int t, int n) {
     const Word *size = a + 5, *so = a + 9, *si = a + 13, *sf = a + 17;  // the stride of `from` is 0 along that axis
     Share mine(size[0] * size[1] * size[2] * size[3], t, n);
     for (int64_t u = mine.begin; u < mine.end; u++) {
-        int64_t i[4] = {u / size[3] / size[2] / size[1], u / size[3] / size[2] % size[1], u / size[3] % size[2], u % size[3]};
-        int64_t to = 0, at = 0, from = 0;
-        for (int k = 0; k < 4; k++) {
-            to += i[k] * so[k];
-            at += i[k] * si[k];
-            from += i[k] * sf[k];
-        }
+        const int64_t to = offset(u, size, so), at = offset(u, size, si), from = offset(u, size, sf);
         int64_t chosen = ((const int64_t*)a[2])[at];
         if (chosen < 0 || chosen >= a[3])
             shared.fail(INDEX_OUT_OF_RANGE);

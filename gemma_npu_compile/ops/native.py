@@ -42,32 +42,12 @@ def _define(name: str, command: Callable[..., program.Command | None]) -> None:
     define_in(LIBRARY, schema, Kernel(reference.check, run, reference.fake, command))
 
 
-def _attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    kv_lens: Tensor,
-    scale: float,
-    window: int | None = None,
-    layout: str = "TND",
-    layer: str = "",
-    query_lens: Tensor | None = None,
-    *,
-    out: Tensor,
-) -> program.Command | None:
-    if query_lens is not None:
-        return None
-    caches = key_cache, value_cache
-    return program.attention(query, *caches, block_table, kv_lens, scale, window, layout, out=out)
-
-
 def _geglu(gate_up: Tensor, *, out: Tensor) -> program.Command | None:
     gate, up = gate_up.chunk(2, dim=-1)
     return program.gelu_mul(gate, up, out)
 
 
-_define("paged_attention", _attention)
+_define("paged_attention", program.attention)
 _define("rms_norm", program.rms_norm)
 _define("add_rms_norm", program.add_rms_norm)
 _define("rotary", program.rotary)
