@@ -90,10 +90,12 @@ class Backend:
         self,
         on_compile: Callable[[GraphReport], None] = lambda report: None,
         runner: Callable[..., Any] = GraphRunner,
+        smallest: int = 2,
     ) -> None:
-        """``on_compile`` is called with the report of every graph this backend compiles; ``runner`` runs it."""
+        """``on_compile`` is called with the report of every graph this backend compiles; ``runner`` runs it, with at
+        least ``smallest`` rows."""
         self.resets = 0
-        self._on_compile, self._runner = on_compile, runner
+        self._on_compile, self._runner, self._smallest = on_compile, runner, smallest
         self._runners: weakref.WeakSet[GraphRunner] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._frames: set[int | None] = set()
@@ -119,6 +121,7 @@ class Backend:
 
         def finish(graph: GraphModule, static: set[int], cache: str) -> Callable[..., Any]:
             report = GraphReport(f"graph {CompileContext.current_compile_id()}", recompile, reason, broken, cache=cache)
+            report.smallest = self._smallest
             report.seconds["aot"] = time.perf_counter() - start
             runner = self._build(graph, static, labels, parsed, report)
             with self._lock:

@@ -108,7 +108,7 @@ class Engine:
                 runners.add(made)
                 return made
 
-            run = _Run(step, step, Backend(self.report.graphs.append, runner), runners)
+            run = _Run(step, step, Backend(self.report.graphs.append, runner, smallest=1), runners)
             if self.compiled:
                 given = {f.name: getattr(self._options, f.name) for f in dataclasses.fields(self._options)}
                 # Engines share the code of forward: isolation keeps one from counting as a recompilation of another.
@@ -264,9 +264,6 @@ class Engine:
             host_len = state.seq_len.to("cpu", copy=True)  # on a CPU too: an input of its own
         else:
             host_len = torch.tensor(state.lengths, dtype=torch.int32)
-        if len(rows) == 1:  # torch traces one row apart from many: run it beside a padded one
-            host_len = torch.cat([host_len, cache.host_padding_lens[1:2]])
-            inputs = [torch.cat([i, p[1:2]]) for i, p in zip(inputs, self._paddings(), strict=False)]
         output = self._call(kind, [*inputs, host_len])
         tokens, accepted, token, hidden, seq_len = (
             each[: len(rows)] for each in (output.tokens, output.accepted, output.token, output.hidden, output.seq_len)
@@ -283,6 +280,9 @@ class Engine:
         run = self._run(kind)
         if run.direct is not None and run.direct.holds():
             return run.direct(leaves)
+        if self.compiled and len(leaves[0]) == 1:  # torch traces one row apart from many: run it beside a padded one
+            paddings = [*self._paddings()[: len(leaves) - 1], self.cache.host_padding_lens]
+            leaves = [torch.cat([each, padding[1:2]]) for each, padding in zip(leaves, paddings, strict=True)]
         last = 3 + len(self.cache.groups)
         arguments: list[Any] = [*leaves[:3], tuple(leaves[3:last])]
         if kind == "sampled":

@@ -107,7 +107,7 @@ class Options:
         for size in sizes:
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise CompileError(f"capture_sizes has {size!r}, a size is a positive number of rows")
-        return tuple(sorted({max(2, size) for size in sizes}))
+        return tuple(sorted(set(sizes)))
 
     def _pass_names(self) -> tuple[str, ...]:
         from gemma_npu_compile.passes import PASSES

@@ -42,6 +42,8 @@ class GraphReport:
         captures: captured graphs.
         checked: captures of which a replay with other contents equalled the uncaptured graph before they were used.
         unchecked: why no such replay could be made.
+        smallest: rows of the smallest call. Dynamo traces one row apart from many; who goes past it can bring one.
+        one_row: why one row is run beside a padded one all the same.
         sizes: rows of each capture of a graph with declared row padding, in the order of capture.
         prefills: calls that ran uncaptured because a prefill does (``max_query_len``).
         fallbacks: calls that ran uncaptured although capture was asked for, by reason.
@@ -62,6 +64,8 @@ class GraphReport:
     captures: int = 0
     checked: int = 0
     unchecked: str | None = None
+    smallest: int = 2
+    one_row: str | None = None
     sizes: list[int] = field(default_factory=list)
     replays: int = 0
     eager_calls: int = 0
@@ -92,6 +96,7 @@ class GraphReport:
             "captures": self.captures,
             "checked": self.checked,
             "unchecked": self.unchecked,
+            "one_row": self.one_row,
             "replays": self.replays,
             "eager_calls": self.eager_calls,
             "prefills": self.prefills,
@@ -124,6 +129,8 @@ class GraphReport:
         yield f"  {self.replays} replays, {self.host_updates} task updates, {self.eager_calls} eager calls"
         if self.prefills:
             yield f"  {self.prefills} prefills, which are not captured"
+        if self.one_row is not None:
+            yield f"  no capture of one row: {self.one_row}"
         for reason, count in self.fallbacks.items():
             yield f"  fell back {count} times: {reason}"
 

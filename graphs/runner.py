@@ -21,7 +21,7 @@ from gemma_npu_compile.graphs.phases import profiled
 from gemma_npu_compile.graphs.plan import Plan, Values, evaluate
 from gemma_npu_compile.graphs.runtime import Captured, Runtime, runtime_for
 from gemma_npu_compile.graphs.sizes import capture_sizes, size_for
-from gemma_npu_compile.graphs.trust import Scratch, first_difference, load_scratch, why_unchecked
+from gemma_npu_compile.graphs.trust import Scratch, first_difference, load_scratch, run_one_row, why_unchecked
 from gemma_npu_compile.ops.npu import emulate
 from gemma_npu_compile.options import Options
 from gemma_npu_compile.report import GraphReport
@@ -85,7 +85,7 @@ class GraphRunner:
         self._extras = Extras(plan)
         self.sizes = options.capture_sizes or ()
         if plan.max_rows is not None:
-            self.sizes = capture_sizes(options.capture_sizes, plan.max_rows)
+            self.sizes = capture_sizes(options.capture_sizes, plan.max_rows, report.smallest)
         self._lock = threading.Lock()
         self._runtime: Runtime = runtime_for(plan.device, options.engine)
         self._unchecked = why_unchecked(gm, plan)
@@ -254,6 +254,10 @@ class GraphRunner:
                     arguments = self._arguments(binding, args, buffers, each)
                     graphs[self._key(each)] = self._runtime.capture(self.gm, arguments, each, name)
                     self._check(binding, args, buffers, each, graphs[self._key(each)], name)
+                    if self.report.one_row is not None and each[self.plan.rows] == 1:
+                        del graphs[self._key(each)]
+                        self.sizes = self.sizes[1:]
+                        continue
                     buffers.load(args, *largest)
                     self._update(graphs[self._key(each)], args, buffers, each)
         except CaptureError as error:
@@ -267,7 +271,7 @@ class GraphRunner:
         report.sizes.extend(
             each[self.plan.rows]
             for each in wanted
-            if self.plan.rows is not None and each[self.plan.rows] not in report.sizes
+            if self.plan.rows is not None and self._key(each) in graphs and each[self.plan.rows] not in report.sizes
         )
         report.seconds["capture"] = report.seconds.get("capture", 0.0) + time.perf_counter() - start
         report.pool_bytes = self._runtime.nbytes
@@ -285,7 +289,7 @@ class GraphRunner:
             CaptureError: they differ, or a replay fails on the device; names the capture and the output.
         """
         if self._unchecked is not None:
-            self.report.unchecked = self._unchecked
+            self.report.unchecked = self.report.one_row = self._unchecked
             return
         contents = "these inputs"
         if self.plan.rows is not None:
@@ -297,7 +301,11 @@ class GraphRunner:
             graph.replay()
             found = [each.clone() if isinstance(each, torch.Tensor) else each for each in graph.outputs]
             scratch.restore()
-            expected = list(self.gm(*self._arguments(binding, args, buffers, sized)))
+            arguments = self._arguments(binding, args, buffers, sized)
+            if self.plan.rows is not None and sized[self.plan.rows] == 1:
+                expected, self.report.one_row = run_one_row(self.gm, arguments, sized)
+            else:
+                expected = list(self.gm(*arguments))
             wrong = first_difference(found, expected)
         except (ReplayError, RuntimeError) as error:
             raise CaptureError(f"{name}: its first replay, with {contents}, failed: {error}") from None

@@ -5,18 +5,19 @@ from collections.abc import Sequence
 from gemma_npu_compile.errors import CompileError
 
 
-def capture_sizes(requested: Sequence[int] | None, ceiling: int) -> tuple[int, ...]:
+def capture_sizes(requested: Sequence[int] | None, ceiling: int, smallest: int = 2) -> tuple[int, ...]:
     """Sizes in ascending order; the last one is always ``ceiling``.
 
     Args:
-        requested: sizes asked for, each at least 2; None for powers of two.
+        requested: sizes asked for; None for powers of two.
         ceiling: rows the graph's inputs were made for.
+        smallest: fewer rows never come: torch traces one row apart from many, unless the caller goes past Dynamo.
 
     Raises:
         CompileError: a requested size exceeds the ceiling.
     """
     if requested is None:
-        sizes = [1 << i for i in range(1, ceiling.bit_length())]
+        sizes = [1 << i for i in range(ceiling.bit_length())]
     else:
         sizes = list(requested)
         if sizes and max(sizes) > ceiling:
@@ -24,7 +25,7 @@ def capture_sizes(requested: Sequence[int] | None, ceiling: int) -> tuple[int, .
                 f"capture_sizes has {max(sizes)} rows, this graph's inputs were made for at most {ceiling} "
                 "(max_rows of the cache)"
             )
-    return tuple(sorted({*sizes, ceiling}))
+    return tuple(sorted({max(size, min(smallest, ceiling)) for size in (*sizes, ceiling)}))
 
 
 def size_for(rows: int, sizes: Sequence[int]) -> int | None:

@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Interpreter, Node
+from torch.utils._pytree import tree_leaves
 
 from gemma_npu_compile.graphs.buffers import StableBuffers
+from gemma_npu_compile.graphs.inputs import Values
+from gemma_npu_compile.graphs.memory import Sizes, fakes
 from gemma_npu_compile.graphs.plan import Plan
 from gemma_npu_compile.passes.fx import root, written_args
 
@@ -81,6 +84,35 @@ def load_scratch(plan: Plan, buffers: StableBuffers, args: list[Any], size: int)
         elif contents.is_floating_point():
             contents = torch.arange(contents.numel()).add(size).cos().view(contents.shape).to(contents)
         buffer.copy_(contents)
+
+
+class _OneRow(Interpreter):
+    """Runs a graph that was traced for two rows or more on one, and looks whether every shape is the one meant."""
+
+    def __init__(self, gm: GraphModule, sizes: Sizes) -> None:
+        super().__init__(gm)
+        self.wrong: str | None = None
+        self._sizes = sizes
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if self.wrong is None:
+            found = [tuple(each.shape) for each in tree_leaves(result) if isinstance(each, Tensor)]
+            meant = [tuple(self._sizes.number(size, n) for size in fake.shape) for fake in fakes(n)]
+            if n.op == "call_function" and found != meant:
+                self.wrong = f"{n.name} has shape {found} for one row, it would have to be {meant}"
+        return result
+
+
+def run_one_row(gm: GraphModule, args: list[Any], sizes: Values) -> tuple[list[Any], str | None]:
+    """Results of a graph on one row, and the first node that does not treat it as one of many.
+
+    torch takes a symbolic size for two or more: an operator may drop or stretch an axis of one, and nothing that was
+    decided while tracing says so. Where every shape is as traced, with a one put in, each operator does what it does
+    for many rows.
+    """
+    run = _OneRow(gm, Sizes(sizes))
+    return list(run.run(*args)), run.wrong
 
 
 def first_difference(found: list[Any], expected: list[Any]) -> int | None:

@@ -86,17 +86,17 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
-def captures(gm: GraphModule, plan: Plan, options: Options) -> tuple[list[dict[str, int]], str | None]:
+def captures(gm: GraphModule, plan: Plan, options: Options, fewest: int) -> tuple[list[dict[str, int]], str | None]:
     """Bytes of intermediates for every size that would be captured, and why there are none.
 
-    The pool is the largest of them: sizes share it.
+    The pool is the largest of them: sizes share it. ``fewest`` are the rows of the smallest call.
     """
     if plan.rows is None or plan.max_rows is None:
         return [], plan.unpadded
     nodes = list(gm.graph.nodes)
     found, smallest = [], 1
     try:
-        for rows in capture_sizes(options.capture_sizes, plan.max_rows):
+        for rows in capture_sizes(options.capture_sizes, plan.max_rows, fewest):
             peak = plan_memory(nodes, Sizes({plan.rows: rows}, f"capture of {rows} rows"))[1]
             found.append({"rows": rows, "from_rows": smallest, "intermediate_bytes": peak})
             smallest = rows + 1
@@ -131,7 +131,7 @@ def graph_facts(gm: GraphModule, listing: Listing, report: GraphReport, options:
     plan = report.plan
     assert plan is not None
     facts = plan_to_dict(plan)
-    by_size, why = captures(gm, plan, options)
+    by_size, why = captures(gm, plan, options, report.smallest)
     return {
         **facts,
         "captures": by_size,

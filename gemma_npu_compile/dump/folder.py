@@ -99,6 +99,7 @@ class GraphDump:
             "replays": report.replays,
             "checked": report.checked,
             "unchecked": report.unchecked,
+            "one_row": report.one_row,
             "eager_calls": report.eager_calls,
             "fallbacks": dict(report.fallbacks),
         }

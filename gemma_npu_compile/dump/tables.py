@@ -171,6 +171,8 @@ def outcomes(facts: Facts) -> list[str]:
         found.append(f"{facts['checked']} captures were checked by a replay with other contents before they were used.")
     if facts.get("unchecked"):
         found.append(f"Captures were not checked by a replay: {facts['unchecked']}.")
+    if facts.get("one_row"):
+        found.append(f"One row runs beside a padded one: {facts['one_row']}.")
     for reason, count in facts.get("fallbacks", {}).items():
         found.append(f"Fell back {count} times: {reason}.")
     return found

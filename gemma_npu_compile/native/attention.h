@@ -50,30 +50,38 @@ struct Attention {
     }
 };
 
-template <int G, int D, class T>
-void weighted(const T* const* values, const float* weights, int64_t count, int64_t width, float* to) {
-    for (int64_t d = 0; d < width; d += D * LANES) {
-        Vec acc[G][D] = {};
-        for (int64_t j = 0; j < count; j++) {
-            Vec v[D];
-            for (int k = 0; k < D; k++) v[k] = load(values[j] + d + k * LANES);
-            for (int i = 0; i < G; i++)
-                for (int k = 0; k < D; k++) acc[i][k] = fma(all(weights[i * CHUNK + j]), v[k], acc[i][k]);
+// Adds J values, weighted, to the sums of every query, D vectors at a time.
+template <int J, int D, class T>
+inline void add_values(const T* const* values, const float* w, int64_t group, int64_t width, int64_t d, float* to) {
+    Vec v[J][D];
+    for (int j = 0; j < J; j++)
+        for (int i = 0; i < D; i++) v[j][i] = load(values[j] + d + i * LANES);
+    for (int64_t g = 0; g < group; g++) {
+        float* sums = to + g * width + d;
+        for (int i = 0; i < D; i++) {
+            Vec acc = load(sums + i * LANES);
+            for (int j = 0; j < J; j++) acc = fma(all(w[g * CHUNK + j]), v[j][i], acc);
+            store(sums + i * LANES, acc);
         }
-        for (int i = 0; i < G; i++)
-            for (int k = 0; k < D; k++) store(to + i * width + d + k * LANES, acc[i][k]);
     }
 }
 
-// Enough sums at a time to hide the latency of one.
+// Weighted sums of `count` values for every query: a few values at a time, from their first number to their last.
 template <class T>
 void weighted_sum(const T* const* values, const float* w, int64_t count, int64_t group, int64_t width, float* to) {
-    const bool wide = width % (4 * LANES) == 0;
-    int64_t g = 0;
-    for (; g + 8 <= group; g += 8) weighted<8, 1>(values, w + g * CHUNK, count, width, to + g * width);
-    for (; wide && g + 2 <= group; g += 2) weighted<2, 4>(values, w + g * CHUNK, count, width, to + g * width);
-    for (; wide && g < group; g++) weighted<1, 4>(values, w + g * CHUNK, count, width, to + g * width);
-    for (; g < group; g++) weighted<1, 1>(values, w + g * CHUNK, count, width, to + g * width);
+    for (int64_t i = 0; i < group * width; i += LANES) store(to + i, all(0));
+    int64_t j = 0;
+    for (; j + 4 <= count; j += 4) {
+        const T* const* next = values + std::min(j + 4, count - 4);
+        int64_t d = 0;
+        for (; d + 2 * LANES <= width; d += 2 * LANES) {
+            for (int i = 0; i < 4; i++) __builtin_prefetch(next[i] + d);
+            add_values<4, 2>(values + j, w + j, group, width, d, to);
+        }
+        if (d < width) add_values<4, 1>(values + j, w + j, group, width, d, to);
+    }
+    for (; j < count; j++)
+        for (int64_t d = 0; d < width; d += LANES) add_values<1, 1>(values + j, w + j, group, width, d, to);
 }
 
 // Scores, weights and weighted sum of one chunk for the queries of one kv head; not yet divided by the sum of weights.
@@ -98,27 +106,33 @@ void attend(const Attention& s, Shared& shared, int64_t row, int64_t kv_head, in
     }
     for (int64_t g = 0; g < group; g++) {
         const T* from = s.at<const T>(s.a + 18, s.a[1], row, g % q_len, kv_head * per_kv + g / q_len);
-        for (int64_t d = 0; d < width; d += LANES) store(query + g * width + d, load(from + d) * all(number(s.a[15])));
+        spread(from, width, query + g * width, number(s.a[15]));
     }
     for (int64_t j = 0; j < count; j += 2) {
-        const T* pair[2] = {keys[j], keys[std::min(j + 1, count - 1)]};
-        int64_t g = 0;
-        auto keep = [&](auto& result, int many) {
-            for (int i = 0; i < many; i++) {
-                weights[(g + i) * CHUNK + j] = result[i][0];
-                if (j + 1 < count) weights[(g + i) * CHUNK + j + 1] = result[i][1];
-            }
-            g += many;
-        };
-        while (g + 4 <= group) {
-            float result[4][2];
-            tile<4, 2>(query + g * width, width, pair, width, result);
-            keep(result, 4);
+        const T *pair[2], *next[2];
+        for (int i = 0; i < 2; i++) {
+            pair[i] = keys[std::min(j + i, count - 1)];
+            next[i] = keys[std::min(j + i + AHEAD, count - 1)];
         }
-        while (g < group) {
-            float result[1][2];
-            tile<1, 2>(query + g * width, width, pair, width, result);
-            keep(result, 1);
+        float result[4 * 2];
+        auto keep = [&](int64_t g, int many) {
+            for (int i = 0; i < many; i++) {
+                weights[(g + i) * CHUNK + j] = result[2 * i];
+                if (j + 1 < count) weights[(g + i) * CHUNK + j + 1] = result[2 * i + 1];
+            }
+        };
+        int64_t g = 0;
+        for (; g + 4 <= group; g += 4) {
+            tile<4, 2>(query + g * width, width, pair, next, width, result);
+            keep(g, 4);
+        }
+        for (; g + 2 <= group; g += 2) {
+            tile<2, 2>(query + g * width, width, pair, next, width, result);
+            keep(g, 2);
+        }
+        for (; g < group; g++) {
+            tile<1, 2>(query + g * width, width, pair, next, width, result);
+            keep(g, 1);
         }
     }
     for (int64_t g = 0; g < group; g++) {

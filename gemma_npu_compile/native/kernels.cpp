@@ -1,6 +1,6 @@
 // CPU kernels of a captured step, and the loop that replays them.
 //
-// A program is a list of commands over one array of 64-bit words; library.py writes it. Words are addresses, sizes,
+// A program is a list of commands over one array of 64-bit words; program.py writes it. Words are addresses, sizes,
 // strides in elements, or the bits of a double. A command's work is cut into units, and threads take them; the next
 // command starts when all are done. A result element is computed in one order whatever the number of threads or rows, so
 // results depend on neither. Arithmetic is float32; results are rounded once, to nearest even.
@@ -19,7 +19,7 @@ namespace {
 
 typedef void (*Kernel)(const Word*, Shared&, int, int);
 
-// In the order of library.py.
+// In the order of program.py.
 const Kernel KERNELS[] = {
     linear<float>, linear<bf16>,
     rms_norm<float, float>, rms_norm<bf16, bf16>, rms_norm<bf16, float>,

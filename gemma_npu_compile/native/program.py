@@ -71,9 +71,9 @@ def kernel_of(name: str, *dtypes: torch.dtype) -> int | None:
     return INDEX.get(".".join([name, *(_SHORT.get(dtype, "?") for dtype in dtypes)]))
 
 
-def command(kernel: int, *words: int, work: int) -> Command:
-    """``work`` in bytes; how it is cut never changes a result."""
-    return Command((kernel, len(words), min(64, max(1, work // UNIT)), *words))
+def command(kernel: int, *words: int, work: int, most: int = 64) -> Command:
+    """``work`` in bytes, cut into at most ``most`` units; how it is cut never changes a result."""
+    return Command((kernel, len(words), max(1, min(most, work // UNIT)), *words))
 
 
 def rows_of(x: Tensor, axes: int = 1) -> tuple[int, ...] | None:
@@ -103,7 +103,8 @@ def linear(x: Tensor, weight: Tensor, out: Tensor) -> Command | None:
         return None
     sizes = rows, weight.shape[0], width, out.stride(0), x.stride(0)
     work = weight.nbytes * -(-rows // 4)  # four rows cost what reading the weight once costs
-    return command(kernel, out.data_ptr(), x.data_ptr(), weight.data_ptr(), *sizes, work=work)
+    most = min(64, weight.shape[0] // 48)  # every unit lays out x anew, which costs as much as two columns
+    return command(kernel, out.data_ptr(), x.data_ptr(), weight.data_ptr(), *sizes, work=work, most=most)
 
 
 def _weight(x: Tensor, weight: Tensor | None) -> tuple[torch.dtype, int] | None:
