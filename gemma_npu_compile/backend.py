@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 import gemma_npu_compile.ops  # noqa: F401  (registers the dialect)
 from gemma_npu_compile.capabilities import platform
 from gemma_npu_compile.compile_cache import calling, look_up
+from gemma_npu_compile.compile_cache.trace import Trace
 from gemma_npu_compile.devices import platform_for
 from gemma_npu_compile.dump import current as current_dump
 from gemma_npu_compile.dump import observers
@@ -29,6 +30,7 @@ from gemma_npu_compile.options import Options
 from gemma_npu_compile.passes import run_passes
 from gemma_npu_compile.passes.fx import device_of, placeholders
 from gemma_npu_compile.report import GraphBreak, GraphReport, publish
+from gemma_npu_compile.tracing import trace_step
 
 log = logging.getLogger(__name__)
 
@@ -119,8 +121,8 @@ class Backend:
         labels, recompile, start = _labels(gm), self._is_recompile(), time.perf_counter()
         reason, broken = _recompile_reason() if recompile else None, _graph_break(gm)
 
-        def finish(graph: GraphModule, static: set[int], cache: str) -> Callable[..., Any]:
-            report = GraphReport(f"graph {CompileContext.current_compile_id()}", recompile, reason, broken, cache=cache)
+        def finish(graph: GraphModule, static: set[int], cache: str, aot: str | None = None) -> Callable[..., Any]:
+            report = GraphReport(f"graph {CompileContext.current_compile_id()}", recompile, reason, broken, cache, aot)
             report.smallest = self._smallest
             report.seconds["aot"] = time.perf_counter() - start
             runner = self._build(graph, static, labels, parsed, report)
@@ -134,20 +136,23 @@ class Backend:
         def compile_inference(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             context = TracingContext.try_get()
             metadata = context.fw_metadata if context is not None else None
-            ticket.keep(graph)
-            return finish(graph, set(metadata.static_input_indices) if metadata is not None else set(), ticket.state)
+            ticket.keep_aot(graph)
+            static = set(metadata.static_input_indices) if metadata is not None else set()
+            return finish(graph, static, ticket.state, str(trace))
 
         compiler = aot_autograd(
             fw_compiler=_refuse_training,
             inference_compiler=compile_inference,
             keep_inference_input_mutations=True,
         )
+        trace: Trace | str | None = None
         try:
             ticket = look_up(gm, example_inputs, parsed.cache)
-            if ticket.trace is not None:
-                trace = ticket.trace
-                return calling(finish(trace.graph, set(trace.static), ticket.state), trace)
-            return compiler(gm, example_inputs)
+            trace = ticket.trace or trace_step(gm, example_inputs)
+            if isinstance(trace, str):
+                return compiler(gm, example_inputs)
+            ticket.keep(trace)
+            return calling(finish(trace.graph, set(trace.static), ticket.state), trace)
         except Exception as error:
             dump = current_dump()
             if dump is not None:

@@ -37,7 +37,8 @@ class GraphReport:
         recompile: this compilation replaced an earlier one of the same code.
         recompile_reason: the guard that failed, in Dynamo's words.
         graph_break: why the graph ends before the function does; None when it does not.
-        cache: what the compile cache did: ``"hit"`` (AOT was not run), ``"stored"``, ``"off"``, or why neither.
+        cache: what the compile cache did: ``"hit"`` (nothing was traced), ``"stored"``, ``"off"``, or why neither.
+        aot: why AOT traced the graph; None where one run at the level of ATen was enough (tracing.py), or none.
         seconds: wall time of ``aot`` (from the backend's call to the inference graph), ``passes`` and ``capture``.
         captures: captured graphs.
         checked: captures of which a replay with other contents equalled the uncaptured graph before they were used.
@@ -57,6 +58,7 @@ class GraphReport:
     recompile_reason: str | None = None
     graph_break: "GraphBreak | None" = None
     cache: str = "off"
+    aot: str | None = None
     nodes: int = 0
     passes: "list[PassRecord]" = field(default_factory=list)
     plan: "Plan | None" = None
@@ -84,6 +86,7 @@ class GraphReport:
             "recompile_reason": self.recompile_reason,
             "break": self.graph_break.to_dict() if self.graph_break else None,
             "cache": self.cache,
+            "aot": self.aot,
             "nodes": self.nodes,
             "passes": [p.to_dict() for p in self.passes],
             "bindings": [
@@ -114,6 +117,8 @@ class GraphReport:
         if self.graph_break is not None:
             yield f"  graph break at {self.graph_break}"
         yield f"  compile cache: {self.cache}"
+        if self.aot is not None:
+            yield f"  traced by AOT: {self.aot}"
         for record in self.passes:
             yield f"  pass {record}"
         for node in self.plan.attention if self.plan else ():

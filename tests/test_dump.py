@@ -139,8 +139,8 @@ def test_inputs_have_an_address_class_and_bytes(facts):
 
 
 def test_capture_sizes_say_what_they_serve(facts):
-    assert facts["sizes"] == [2, 4, 6]
-    assert [(c["from_rows"], c["rows"]) for c in facts["captures"]] == [(1, 2), (3, 4), (5, 6)]
+    assert facts["sizes"] == [1, 2, 4, 6]
+    assert [(c["from_rows"], c["rows"]) for c in facts["captures"]] == [(1, 1), (2, 2), (3, 4), (5, 6)]
     peaks = [c["intermediate_bytes"] for c in facts["captures"]]
     assert peaks == sorted(peaks)
     assert facts["memory"]["intermediates"] == peaks[-1]

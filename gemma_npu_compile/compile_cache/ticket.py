@@ -83,19 +83,25 @@ class Ticket:
     _symbols: dict[sympy.Symbol, int] = field(default_factory=dict)
     _before: dict[str, Any] = field(default_factory=dict)
 
-    def keep(self, graph: GraphModule) -> None:
-        """Write AOT's trace to the cache, unless it was loaded from there or cannot be kept. Call before any pass."""
+    def keep_aot(self, graph: GraphModule) -> None:
+        """Write AOT's trace to the cache, if a call of it is a call and nothing more. Call before any pass."""
         if self._folder is None or self._dynamo is None or self.trace is not None:
             return
         context = TracingContext.try_get()
         metadata = context.fw_metadata if context is not None else None
+        reason = _why_not(metadata, graph, self._dynamo)
+        if reason is not None:
+            self.state = f"not cached: {reason}"
+        else:
+            self.keep(_trace(graph, metadata))
+
+    def keep(self, trace: Trace) -> None:
+        """Write a trace to the cache, unless it was loaded from there or cannot be kept. Call before any pass."""
+        if self._folder is None or self._dynamo is None or self.trace is not None:
+            return
         try:
-            reason = _why_not(metadata, graph, self._dynamo)
-            if reason is None and _knowledge(self._before.get("var_to_range")) != self._before:
-                reason = "AOT added guards"
-            if reason is not None:
-                raise NotCacheableError(reason)
-            trace = _trace(graph, metadata)
+            if _knowledge(self._before.get("var_to_range")) != self._before:
+                raise NotCacheableError("tracing added guards")
             body = to_plain(trace, self._dynamo, self._symbols)
             self._folder.write(self._key, _header(self._dynamo, body), body)
             self.state = "stored"

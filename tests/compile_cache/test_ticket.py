@@ -214,7 +214,7 @@ def test_a_guard_of_aot_is_not_forgotten(folder: Folder, compiled) -> None:
         torch.library.register_fake("gemma_npu::test_guards", fake, lib=library)
         _, report = compiled(lambda x: torch.ops.gemma_npu.test_guards(x), torch.ones(6, 4), dynamic=True)
     assert len(calls) > 1
-    assert report.cache == "not cached: AOT added guards"
+    assert report.cache == "not cached: tracing added guards"
 
 
 def _changes(monkeypatch) -> dict[str, Any]:

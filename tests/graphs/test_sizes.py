@@ -10,20 +10,25 @@ from gemma_npu_compile.options import Options
 
 
 @pytest.mark.parametrize(
-    ("requested", "ceiling", "expected"),
+    ("requested", "ceiling", "smallest", "expected"),
     [
-        (None, 8, (2, 4, 8)),
-        (None, 6, (2, 4, 6)),
-        (None, 2, (2,)),
-        (None, 1, (1,)),
-        (None, 9, (2, 4, 8, 9)),
-        ((3,), 8, (3, 8)),
-        ((5, 3, 5), 5, (3, 5)),
-        ((), 5, (5,)),
+        (None, 8, 2, (2, 4, 8)),
+        (None, 8, 1, (1, 2, 4, 8)),
+        (None, 6, 2, (2, 4, 6)),
+        (None, 2, 2, (2,)),
+        (None, 2, 1, (1, 2)),
+        (None, 1, 2, (1,)),
+        (None, 9, 2, (2, 4, 8, 9)),
+        ((3,), 8, 2, (3, 8)),
+        ((1, 3), 8, 2, (2, 3, 8)),
+        ((1, 3), 8, 1, (1, 3, 8)),
+        ((3,), 8, 1, (3, 8)),
+        ((5, 3, 5), 5, 2, (3, 5)),
+        ((), 5, 2, (5,)),
     ],
 )
-def test_sizes(requested: tuple[int, ...] | None, ceiling: int, expected: tuple[int, ...]) -> None:
-    assert capture_sizes(requested, ceiling) == expected
+def test_sizes(requested: tuple[int, ...] | None, ceiling: int, smallest: int, expected: tuple[int, ...]) -> None:
+    assert capture_sizes(requested, ceiling, smallest) == expected
 
 
 @given(st.none() | st.lists(st.integers(2, 64), max_size=5), st.integers(1, 64))
@@ -49,6 +54,5 @@ def test_default_sizes_waste_less_than_half() -> None:
     assert all(size_for(rows, sizes) < 2 * rows for rows in range(2, 49))  # type: ignore[operator]
 
 
-def test_one_row_becomes_two() -> None:
-    assert Options(capture_sizes=(1, 4)).capture_sizes == (2, 4)
-    assert Options(capture_sizes=[1, 2]).capture_sizes == (2,)  # type: ignore[arg-type]
+def test_options_keep_what_is_asked_for() -> None:
+    assert Options(capture_sizes=[4, 1, 4]).capture_sizes == (1, 4)  # type: ignore[arg-type]
