@@ -17,7 +17,7 @@ from gemma_npu_compile.backend import Backend
 from gemma_npu_compile.errors import CaptureError
 from gemma_npu_compile.options import Options
 from gemma_npu_compile.report import CompileReport
-from gemma_npu_compile.shadows import Shadows, holds_module, original_of, replace
+from gemma_npu_compile.shadows import Shadows, holds_module, kept_in, original_of, replace
 
 GROWING = (
     "a loop's cache grows with every token (DynamicCache): every call has shapes of its own; a StaticCache is captured"
@@ -100,6 +100,7 @@ def _refuse_hidden(fn: types.FunctionType) -> None:
     while queue:
         each = queue.pop()
         for where, name, value in _reads(each):
+            _refuse_kept(name, value)
             if holds_module(value) and (each is not fn or where == "global"):
                 raise ValueError(
                     f"compile_loop: {each.__qualname__} reads the model {name!r} from "
@@ -109,6 +110,16 @@ def _refuse_hidden(fn: types.FunctionType) -> None:
             if own and not hasattr(value, "compile_loop") and value not in seen:
                 seen.add(value)
                 queue.append(value)
+
+
+def _refuse_kept(name: str, value: Any) -> None:
+    """Refuse a model in an attribute of another object: a stand-in for it would need one for the object."""
+    attribute = kept_in(value)
+    if attribute is not None:
+        raise ValueError(
+            f"compile_loop: the loop would reach the model {name}{attribute} through a {type(value).__name__}, and run "
+            "it uncompiled; pass it to the loop as an argument"
+        )
 
 
 class _Loop:
@@ -158,6 +169,8 @@ class _Loop:
 
         given = inspect.signature(fn).bind(*args, **kwargs)
         given.apply_defaults()
+        for name, each in given.arguments.items():
+            _refuse_kept(name, each)
         args, kwargs = replace(given.args, swap), replace(given.kwargs, swap)
         if isinstance(fn, types.FunctionType):
             _refuse_hidden(fn)
@@ -204,8 +217,8 @@ def compile_loop(
 
     Raises:
         CompileError: (a ValueError) an option is unknown or impossible.
-        ValueError: when called: no model is found, or the loop reaches one through its module's globals or through a
-            helper function; pass it as an argument.
+        ValueError: when called: no model is found, or the loop reaches one through its module's globals, through a
+            helper function or through an object that is no module; pass it as an argument.
     """
     if num_draft_tokens is not None:
         if isinstance(num_draft_tokens, bool) or not isinstance(num_draft_tokens, int) or num_draft_tokens < 0:

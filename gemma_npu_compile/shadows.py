@@ -4,6 +4,7 @@ Whatever is set on a stand-in (a compiled forward, an attribute, a hook) is not 
 in another, and there is nothing to put back when a call fails.
 """
 
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -67,6 +68,21 @@ def replace(value: Any, swap: Callable[[nn.Module], nn.Module]) -> Any:
         found = {name: replace(each, swap) for name, each in value.items()}
         return value if all(found[name] is value[name] for name in value) else found
     return value
+
+
+def kept_in(value: Any) -> str | None:
+    """Where an object that is no module keeps one in an attribute, or None: ``.model``, ``[2].model`` of a list's third
+    item, ``.__self__`` of a method of a module."""
+    if isinstance(value, (list, tuple, dict)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return next((f"[{name!r}]{place}" for name, each in items if (place := kept_in(each)) is not None), None)
+    if isinstance(value, types.MethodType):
+        found = kept_in(value.__self__)
+        return ".__self__" if isinstance(value.__self__, nn.Module) else found and f".__self__{found}"
+    if isinstance(value, (nn.Module, type, types.ModuleType, types.FunctionType)):
+        return None
+    attributes = getattr(value, "__dict__", {})
+    return next((f".{name}" for name, each in attributes.items() if holds_module(each)), None)
 
 
 def holds_module(value: Any) -> bool:

@@ -176,6 +176,64 @@ def helper(x: Tensor) -> Tensor:
     return HIDDEN(x)
 
 
+class Keeper:
+    """No module, but it keeps one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.rate, self.models = 2, {"target": model}
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.models["target"](x)
+
+
+KEEPER = Keeper(Doubler())
+
+
+def test_models_kept_by_other_objects_are_refused_and_not_run() -> None:
+    """They would run uncompiled beside the stand-ins, and nothing would say so."""
+    keeper, other = Keeper(Doubler()), Doubler()
+    forward = other.forward
+
+    def argument(model: nn.Module, helper: Any) -> Tensor:
+        return model(helper.run(X))
+
+    def closure(model: nn.Module) -> Tensor:
+        return model(keeper.run(X))
+
+    def in_globals(model: nn.Module) -> Tensor:
+        return model(KEEPER.run(X))
+
+    def method(model: nn.Module) -> Tensor:
+        return model(forward(X))
+
+    through = (
+        r"compile_loop: the loop would reach the model {} through a {}, and run it uncompiled; pass it to the loop"
+    )
+    for loop, args, place, kind in (
+        (argument, (keeper,), r"helper\.models", "Keeper"),
+        (argument, (keeper.run,), r"helper\.__self__\.models", "method"),
+        (argument, ([1, {"a": keeper}],), r"helper\[1\]\['a'\]\.models", "list"),
+        (closure, (), r"keeper\.models", "Keeper"),
+        (in_globals, (), r"KEEPER\.models", "Keeper"),
+        (method, (), r"forward\.__self__", "method"),
+    ):
+        model = Doubler()
+        with pytest.raises(ValueError, match=through.format(place, kind)):
+            gnc.compile_loop(loop)(model, *args)
+        assert model.calls == 0
+    with pytest.raises(ValueError, match=through.format(r"self\.models", "Keeper")):
+        gnc.compile_loop(keeper.run)(X)
+    assert (keeper.models["target"].calls, other.calls) == (0, 0)
+
+    class Settings:
+        rate = 2
+
+    def settings(model: nn.Module, given: Settings) -> Tensor:
+        return model(X) * given.rate
+
+    assert gnc.compile_loop(settings, platform="cpu")(Doubler(), Settings()).tolist() == [0.0, 4.0, 8.0]
+
+
 def test_models_out_of_reach_are_refused() -> None:
     @gnc.compile_loop
     def through_globals(x: Tensor) -> list[Tensor]:

@@ -73,6 +73,29 @@ def test_uniforms_are_uniform_and_independent():
         assert p_value(pairs, torch.full((256,), 1 / 256)) > 1e-3
 
 
+def mixed(word: int) -> int:
+    """lowbias32, in Python's integers."""
+    word = (word ^ word >> 16) * 0x7FEB352D % 2**32
+    word = (word ^ word >> 15) * 0x846CA68B % 2**32
+    return word ^ word >> 16
+
+
+@given(*[st.integers(0, 2**64 - 1)] * 2, st.integers(0, 2**20))
+def test_every_bit_of_the_seed_counts_and_numbers_are_those_of_the_formula(seed, other, position):
+    """A seed's numbers are part of what a user keeps; both words of its key are in them."""
+    keys = [draws([Sampling(seed=each)], torch.device("cpu")).keys[:, 1:] for each in (seed, other)]
+    assert (keys[0].tolist() == keys[1].tolist()) == (seed == other), "seeds and keys are one to one"
+    first, second = keys[0][0].tolist()
+    at = torch.tensor([[position]])
+    expected = mixed(mixed((position * 0x9E3779B1 + first) % 2**32) ^ second) >> 8
+    assert uniforms(keys[0], at).item() == expected * 2.0**-24
+    for word in (0, 1):
+        changed = keys[0].clone()
+        changed[0, word] ^= 1 << (position % 32)
+        ahead = torch.arange(position, position + 4)[None]
+        assert uniforms(changed, ahead).tolist() != uniforms(keys[0], ahead).tolist()
+
+
 @given(
     temperature=st.sampled_from([0.0, 0.1, 1.0, 50.0]),
     top_k=st.sampled_from([0, 1, 3, 16, 99]),
