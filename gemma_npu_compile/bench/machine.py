@@ -3,6 +3,7 @@
 import os
 import platform
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import torch
 import transformers
 
+import gemma_npu_compile.ops.native  # noqa: F401  (registers the operators)
 from gemma_npu_compile import __version__
+from gemma_npu_compile.native.program import MOST_ROWS
 
 BUFFER = 512 * 2**20
 """Bytes of the buffers that are copied: more than any processor's cache."""
@@ -37,6 +40,40 @@ def read_gbps(nbytes: int = BUFFER) -> float:
     """Read bandwidth in GB/s of a sum over float32, with torch's threads: what a step does to its weights."""
     source = torch.ones(nbytes // 4)
     return nbytes / _seconds(source.sum) / 1e9
+
+
+def product_gbps(rows: int, dtype: torch.dtype, platform: str, nbytes: int = BUFFER // 2) -> float:
+    """GB/s at which products of ``rows`` rows read a weight from memory, arithmetic included, as a step computes them:
+    on the CPU platform with its own kernel, where that takes so many rows."""
+    weight = torch.ones(nbytes // dtype.itemsize // 1024, 1024, dtype=dtype)
+    x = torch.ones(rows, 1024, dtype=dtype)
+    linear: Any = torch.nn.functional.linear
+    if platform == "cpu" and rows <= MOST_ROWS:
+        linear = torch.ops.gemma_npu_cpu.linear
+    return weight.nbytes / _seconds(lambda: linear(x, weight)) / 1e9
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a machine does, measured in the run that uses it.
+
+    Attributes:
+        copy: bytes read and written by a copy; ``read``: bytes read by a sum; both GB/s.
+        verify, draft: weights read by products of as many rows as a verification and a draft have, GB/s.
+        gflops: of a large float32 product.
+    """
+
+    copy: float
+    read: float
+    verify: float
+    draft: float
+    gflops: float
+
+
+def rates(rows: int, drafts: int, dtype: torch.dtype, platform: str) -> Rates:
+    """Of this machine, for steps of ``rows`` rows with ``drafts`` drafts."""
+    products = (product_gbps(each, dtype, platform) for each in (rows * (1 + drafts), rows))
+    return Rates(copy_gbps(), read_gbps(), *products, gflops())
 
 
 def gflops(size: int = 1024) -> float:

@@ -79,11 +79,11 @@ class StepSubject:
 class Ours(StepSubject):
     """The captured step as an engine launches it."""
 
-    def __init__(self, work: Work, platform: str, clock: Callable[[], float] = time.perf_counter) -> None:
-        cold: dict[str, Any] = (
-            {"cache": False} if "cache" in Options.__dataclass_fields__ else {}
-        )  # as fresh as Inductor's
-        super().__init__(work, Options(platform=platform, on_fallback="error", **cold), clock)
+    def __init__(
+        self, work: Work, platform: str, clock: Callable[[], float] = time.perf_counter, cache: bool = False
+    ) -> None:
+        # without a compile cache: as fresh as Inductor's
+        super().__init__(work, Options(platform=platform, on_fallback="error", cache=cache), clock)
 
     def launch(self, state: State) -> tuple[State, Results]:
         return self.engine.launch(state)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from gemma_npu_compile.bench.costs import Costs, costs_of
-from gemma_npu_compile.bench.machine import copy_gbps, gflops, read_gbps
+from gemma_npu_compile.bench.machine import Rates, rates
 from gemma_npu_compile.bench.measure import Measured, differences, hidden_gap, prepare, ratios, run_rounds
 from gemma_npu_compile.bench.peers import makers
 from gemma_npu_compile.bench.scenarios import NEW_TOKENS, PATTERN, Scenario
@@ -37,14 +37,13 @@ def _wrong(work: Work, found: Mapping[str, Measured]) -> list[str]:
     return differences(found, reference, excused)
 
 
-def roofline(
-    costs: Costs, drafts: int, lengths: list[list[int]], step_ms: float, copy: float, read: float, rate: float
-) -> dict[str, Any]:
-    """Bytes a step has to read, against what the machine copies in that time.
+def roofline(costs: Costs, drafts: int, lengths: list[list[int]], step_ms: float, machine: Rates) -> dict[str, Any]:
+    """Bytes a step has to read, against what the machine copies in that time; and the time the cost model expects.
+
+    It expects every weight at the rate products of so many rows read one, keys and values at the rate of a sum.
 
     Args:
         lengths: tokens in the cache at each step of a round, row by row.
-        copy, read: GB/s; ``rate``: GFLOP/s.
     """
     rows = len(lengths[0])
     weights = costs.weights(rows, 0, drafts)
@@ -52,17 +51,19 @@ def roofline(
     kv = sum(known[n] for step in lengths for n in step) / len(lengths)
     middle = sum(map(sum, lengths)) // (rows * len(lengths))
     flops = costs.flops(rows, middle, drafts)
-    seconds, total = step_ms / 1e3, weights + kv
-    predicted = max(total / read / 1e9, flops / rate / 1e9)
+    seconds, total, verified = step_ms / 1e3, weights + kv, costs.weights(rows, 0, 0)
+    predicted = (verified / machine.verify + (weights - verified) / machine.draft + kv / machine.read) / 1e9
     return {
         "bytes_per_step": round(total),
         "weight_bytes": round(weights),
         "kv_bytes": round(kv),
         "flops": round(flops),
-        "copy_gbps": copy,
-        "read_gbps": read,
-        "gflops": rate,
-        "fraction": total / seconds / 1e9 / copy,
+        "copy_gbps": machine.copy,
+        "read_gbps": machine.read,
+        "verify_gbps": machine.verify,
+        "draft_gbps": machine.draft,
+        "gflops": machine.gflops,
+        "fraction": total / seconds / 1e9 / machine.copy,
         "predicted_ms": 1e3 * predicted,
         "predicted_over_measured": predicted / seconds,
     }
@@ -74,9 +75,9 @@ def summary(
     found: Mapping[str, Measured],
     wrong: list[str],
     costs: Costs,
-    machine: tuple[float, float, float],
+    machine: Rates,
 ) -> dict[str, Any]:
-    """The scenario's entry in the results; ``machine`` is GB/s copied, GB/s read, GFLOP/s."""
+    """The scenario's entry in the results."""
     lengths = found["ours"].rounds[0].lengths
     ours = found["ours"].to_dict()
     peers = {name: measured.to_dict() for name, measured in found.items() if name != "ours"}
@@ -93,7 +94,7 @@ def summary(
         "ours": {field: each for field, each in ours.items() if field not in ("available", "reason")},
         "peers": peers,
         "ratios": ratios(ours, peers),
-        "roofline": roofline(costs, work.drafts, lengths, ours["step_ms"], *machine),
+        "roofline": roofline(costs, work.drafts, lengths, ours["step_ms"], machine),
     }
 
 
@@ -114,7 +115,7 @@ def run_scenario(
     _warm_compilers(peers, platform)
     try:
         found = prepare(makers(work, peers, platform))
-        machine = copy_gbps(), read_gbps(), gflops()
+        machine = rates(scenario.batch, work.drafts, work.target.dtype, platform)
         run_rounds(found, rounds, lambda done: say(f"{scenario.name}: round {done} of {rounds}"))
         return summary(scenario, work, found, _wrong(work, found), costs, machine)
     finally:

@@ -33,6 +33,7 @@ TARGETS: tuple[tuple[str, str, float, bool, Callable[[Entry], float | None]], ..
     ("call to first replay against Inductor", "medium", 0.25, True, _ratio("inductor", "compile_s")),
     ("passes, lowering, capture (s)", "tiny", 4, True, lambda entry: entry["ours"]["capture_s"]),
     ("passes, lowering, capture (s)", "medium", 6, True, lambda entry: entry["ours"]["capture_s"]),
+    ("behind Dynamo, second process", "", 0.3, True, lambda entry: entry["ours"].get("restart", {}).get("ratio")),
     ("fraction of the copy bandwidth", "medium b1", 0.8, False, lambda entry: entry["roofline"]["fraction"]),
     ("host overhead of the step", "medium", 0.05, True, _overhead),
     ("allocations per replay", "", 0, True, _steady("allocations")),

@@ -9,6 +9,7 @@ from gemma_npu_compile.cli.common import Command, UserError, positive, say
 def _measure(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     from gemma_npu_compile.bench.machine import describe
     from gemma_npu_compile.bench.peers import parse_peers
+    from gemma_npu_compile.bench.restart import restart
     from gemma_npu_compile.bench.run import run_scenario
     from gemma_npu_compile.bench.scenarios import load, select
     from gemma_npu_compile.bench.targets import check
@@ -19,6 +20,9 @@ def _measure(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
         if scenario.pair not in pairs:
             pairs = {scenario.pair: load(scenario.pair)}
         found.append(run_scenario(scenario, pairs[scenario.pair], peers, args.rounds, args.platform, say))
+        if args.restart:
+            say(f"{scenario.name}: compiling in two more processes")
+            found[-1]["ours"]["restart"] = restart(scenario.name, args.platform)
     answer = {"machine": describe(), "platform": args.platform, "scenarios": found, "targets": check(found)}
     return answer, int(any(entry["tokens_equal"] is False for entry in found))
 
@@ -31,6 +35,8 @@ def _refuse_mixed(args: argparse.Namespace) -> None:
     given = [f"--{name.replace('_', '-')}" for name in _ESTIMATE_FLAGS if getattr(args, name) is not None]
     if given and not args.estimate:
         raise UserError(f"{', '.join(given)}: only with --estimate")
+    if args.estimate and args.restart:
+        raise UserError("--restart and --estimate: give one of them")
     if args.estimate and args.scenario:
         raise UserError("--scenario and --estimate: give one of them")
     if args.estimate and args.shapes is None:
@@ -94,6 +100,12 @@ def _show_scenario(entry: dict[str, Any]) -> None:
         f"  capture {ours['capture_s']:.2f} s, host overhead {ours['host_overhead_us']:.0f} us a step, steady state: "
         + ", ".join(f"{name} {value:g}" for name, value in ours["steady"].items())
     )
+    if "restart" in ours:
+        again = ours["restart"]
+        print(
+            f"  behind Dynamo {again['first_s']:.2f} s, in a second process {again['second_s']:.2f} s: "
+            f"{again['ratio']:.2f}"
+        )
     print(
         f"  reads {roof['bytes_per_step'] / 1e6:.1f} MB a step: {roof['fraction']:.2f} of {roof['copy_gbps']:.1f} GB/s "
         f"copied (read plus written; {roof['read_gbps']:.1f} GB/s read)"
@@ -153,6 +165,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--peers", default="eager,inductor,hf_assisted,hf_plain", help="comma-separated")
     parser.add_argument("--rounds", type=positive, default=7, metavar="N", help="at least 7")
+    parser.add_argument("--restart", action="store_true", help="compile in two more processes that share a cache")
     parser.add_argument("--estimate", action="store_true", help="a cost model for a device that is not here")
     parser.add_argument("--shapes", metavar="NAME", help="the pair to estimate: gemma-4-31b, 26b-a4b, ...")
     parser.add_argument("--soc", metavar="NAME", help="the device: ascend910b (default), ascend910_93, ascend950")

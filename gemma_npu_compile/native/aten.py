@@ -85,6 +85,30 @@ def _argmax(x: Tensor, dim: int | None = None, keepdim: bool = False, *, out: Te
     return _some(small.argmax(x, out))
 
 
+def _folded(name: str, x: Tensor, dim: int, into: Sequence[Tensor]) -> Commands:
+    """Whole numbers along an axis, each with the result before it; there is a command for every place, so a few."""
+    places = x.unbind(dim)
+    if not _is_whole(x) or not 0 < len(places) <= MOST_PLACES:
+        return ()
+    first = small.integers("add", places[0], 0, into[0])
+    pairs = zip(into, places[1:], into[1:], strict=False)
+    return _some(first, *(small.integers(name, before, each, to) for before, each, to in pairs))
+
+
+def _cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None, out: Tensor) -> Commands:
+    return _folded("mul", x, dim, out.unbind(dim)) if x.dim() else ()
+
+
+def _sum(
+    x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None, out: Tensor
+) -> Commands:
+    if not x.dim() or dim is None or len(dim) != 1:
+        return ()
+    return _folded("add", x, dim[0], [out.squeeze(dim[0]) if keepdim else out] * x.shape[dim[0]])
+
+
+MOST_PLACES = 16
+
 COMMANDS: dict[Any, Callable[..., Commands]] = {
     aten.add.Tensor: _binary("add"),
     aten.sub.Tensor: _binary("sub"),
@@ -100,5 +124,7 @@ COMMANDS: dict[Any, Callable[..., Commands]] = {
     aten.floor_divide.default: _whole("floor_divide"),
     aten.remainder.Scalar: _whole("remainder"),
     aten.eq.Tensor: _whole("eq"),
+    aten.cumprod.default: _cumprod,
+    aten.sum.dim_IntList: _sum,
 }
 """By operator: commands for its arguments and ``out``; empty where they do not fit."""

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from gemma_npu_compile.bench import restart, scenarios
 from gemma_npu_compile.bench import run as bench_run
-from gemma_npu_compile.bench import scenarios
+from gemma_npu_compile.bench.machine import Rates
 from gemma_npu_compile.bench.measure import FIELDS, Round, Unavailable
 from gemma_npu_compile.bench.targets import check
 from gemma_npu_compile.cli import main
@@ -63,8 +64,8 @@ def fakes(monkeypatch, pair):
         monkeypatch.setattr(bench_run, "_warm_compilers", lambda peers, platform: None)
         monkeypatch.setattr(bench_run, "plain_greedy", lambda model, prompt, new, eos, pad: [1, 2, 3])
         monkeypatch.setattr(bench_run, "is_tie", lambda model, prefix, tokens: False)
-        for name, value in (("copy_gbps", 20.0), ("read_gbps", 16.0), ("gflops", 50.0)):
-            monkeypatch.setattr(bench_run, name, lambda value=value: value)
+        monkeypatch.setattr(bench_run, "rates", lambda *scenario: Rates(20.0, 16.0, 5.0, 8.0, 50.0))
+        monkeypatch.setattr(restart, "restart", lambda *scenario: {"first_s": 8.0, "second_s": 2.0, "ratio": 0.25})
 
     eos, tokens = pair[0].generation_config.eos_token_id, pair[1].generation_config.to_dict()
     yield install
@@ -109,6 +110,17 @@ def test_the_json_of_a_run(fakes, capsys):
     assert roof["fraction"] == pytest.approx(roof["bytes_per_step"] / 0.002 / 20e9)
 
 
+def test_a_second_process_is_measured_when_it_is_asked_for(fakes, capsys):
+    fakes()
+    for flags, expected in ((["--restart"], (0.25, True)), ([], (None, None))):
+        code, out, _ = call(capsys, "--scenario", "tiny-b1", "--json", *flags)
+        assert code == 0
+        (line,) = [each for each in json.loads(out)["targets"] if each["what"] == "behind Dynamo, second process"]
+        assert (line["measured"], line["met"]) == expected
+    code, out, _ = call(capsys, "--scenario", "tiny-b1", "--restart")
+    assert "behind Dynamo 8.00 s, in a second process 2.00 s: 0.25" in out
+
+
 @pytest.mark.parametrize("who", ["eager", "ours"])
 def test_another_token_fails_the_run(fakes, capsys, who):
     fakes(change=who)
@@ -147,6 +159,7 @@ def test_the_page_of_a_run(fakes, capsys):
         (("--rounds", "6"), "--rounds is 6, a median needs at least 7"),
         (("--rounds", "0"), "'0' is not a positive integer"),
         (("--bandwidth", "100"), "--bandwidth: only with --estimate"),
+        (("--estimate", "--restart", "--shapes", "e2b"), "--restart and --estimate: give one of them"),
         (("--estimate", "--task-us", "-1", "--shapes", "e2b"), "'-1' is not a positive number"),
     ],
 )

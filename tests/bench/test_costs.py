@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gemma_npu_compile.bench.costs import costs_of
+from gemma_npu_compile.bench.machine import Rates
 from gemma_npu_compile.bench.run import roofline
 from gemma_npu_compile.shapes import build
 
@@ -102,11 +103,13 @@ def test_a_formula_shows_its_symbols_its_numbers_and_what_they_make(pair):
 def test_roofline_averages_over_the_steps_of_a_round(pair):
     costs = costs_of(*pair)
     lengths = [[10, 30], [12, 34]]
-    found = roofline(costs, 3, lengths, step_ms=2.0, copy=20.0, read=16.0, rate=50.0)
+    rates = Rates(copy=20.0, read=16.0, verify=5.0, draft=8.0, gflops=50.0)
+    found = roofline(costs, 3, lengths, 2.0, rates)
     kv = sum(costs.kv(1, n, 3) for step in lengths for n in step) / 2
     total = costs.weights(2, 0, 3) + kv
     assert found["bytes_per_step"] == round(total)
     assert found["fraction"] == pytest.approx(total / 0.002 / 20e9)
-    seconds = max(total / 16e9, costs.flops(2, 21, 3) / 50e9)
+    assert (found["verify_gbps"], found["draft_gbps"], found["flops"]) == (5.0, 8.0, round(costs.flops(2, 21, 3)))
+    seconds = 4 * TARGET / 5e9 + 3 * 4 * ASSISTANT / 8e9 + kv / 16e9
     assert found["predicted_ms"] == pytest.approx(1e3 * seconds)
     assert found["predicted_over_measured"] == pytest.approx(seconds / 0.002)

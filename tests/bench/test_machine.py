@@ -23,6 +23,25 @@ def test_a_copy_reads_and_writes_a_sum_only_reads(monkeypatch):
     assert torch.equal(product, torch.full((10, 10), 10.0))
 
 
+def test_products_read_their_weight_with_the_kernel_a_step_would_take(monkeypatch):
+    ran = []
+
+    def two_seconds(run):
+        ran.append(run())
+        return 2.0
+
+    monkeypatch.setattr(machine, "_seconds", two_seconds)
+    taken = []
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, weight: taken.append(x) or x @ weight.t())
+    for rows, platform in ((4, "cpu"), (65, "cpu"), (4, "ascend910b")):
+        assert machine.product_gbps(rows, torch.bfloat16, platform, 3 * 2048) == pytest.approx(3 * 2048 / 2 / 1e9)
+        assert torch.equal(ran[-1], torch.full((rows, 3), 1024.0, dtype=torch.bfloat16))
+    assert [len(x) for x in taken] == [65, 4]
+    monkeypatch.setattr(machine, "product_gbps", lambda rows, dtype, platform: rows)
+    found = machine.rates(2, 3, torch.float32, "cpu")
+    assert (found.verify, found.draft) == (8, 2)
+
+
 def test_seconds_are_a_median_behind_a_run_that_is_not_timed(monkeypatch):
     times = iter([0, 1, 10, 19, 20, 22])  # three runs of 1, 9 and 2 seconds
     monkeypatch.setattr(machine.time, "perf_counter", lambda: next(times))

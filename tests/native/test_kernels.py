@@ -203,6 +203,30 @@ def test_integers_are_atens(seed, left_dtype, right_dtype):
     assert COMMANDS[aten.floor_divide.default](left.long(), right.long(), out=zero) == ()
 
 
+@given(
+    seeds,
+    st.sampled_from([torch.int32, torch.int64, torch.bool]),
+    st.integers(-2, 1),
+    st.integers(1, 17),
+    st.booleans(),
+)
+def test_folds_are_atens(seed, dtype, dim, places, keep):
+    shape = [3, 3]
+    shape[dim] = places
+    x = torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    for op, args in ((aten.cumprod.default, (x, dim)), (aten.sum.dim_IntList, (x, [dim], keep))):
+        expected = op(*args)
+        out = torch.full_like(expected, 77)
+        commands = COMMANDS[op](*args, out=out)
+        assert len(commands) == (places if places <= 16 else 0), "more would be slower than one call of ATen"
+        if commands:
+            Program(commands)()
+            assert torch.equal(out, expected)
+    y = torch.ones(2, 2)
+    assert COMMANDS[aten.cumprod.default](y, 0, out=y) == COMMANDS[aten.sum.dim_IntList](y, [0], out=y[0]) == ()
+    assert COMMANDS[aten.sum.dim_IntList](x, None, out=x.sum()) == ()
+
+
 @given(seeds, st.sampled_from([torch.float32, torch.int32, torch.bfloat16]), st.integers(0, 2), st.booleans())
 def test_gather_is_atens(seed, dtype, dim, turned):
     source = (random(seed, 4, 5, 6) * 3).to(dtype)
