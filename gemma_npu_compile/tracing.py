@@ -147,8 +147,11 @@ def trace_step(gm: GraphModule, inputs: Sequence[Any]) -> Trace | str:
     def run(*args: Any) -> Any:
         return tuple(Interpreter(gm).run(*args))
 
-    with preserve_node_meta(), mode, torch.no_grad(), enable_python_dispatcher():
-        made = make_fx(run)(*fakes)
+    try:
+        with preserve_node_meta(), mode, torch.no_grad(), enable_python_dispatcher():
+            made = make_fx(run)(*fakes)
+    except Exception as error:  # AOT can do more, and says what is wrong where it cannot either
+        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     made.graph.eliminate_dead_code()
     values = [node.meta["val"] for node in made.graph.find_nodes(op="output")[0].args[0]]
     with mode:

@@ -93,6 +93,17 @@ def test_a_graph_of_the_dialect_is_traced_in_one_run(monkeypatch) -> None:
     assert runner.report.aot is None
 
 
+def test_a_trace_that_fails_is_left_to_aot(monkeypatch) -> None:
+    def fails(fn: Any) -> Any:
+        raise NotImplementedError("no such thing\nand more of it")
+
+    monkeypatch.setattr("gemma_npu_compile.tracing.make_fx", fails)
+    result, backend = compiled(plain, rows(), PADDING)
+    assert result.tolist() == (rows() * 2).tolist()
+    (runner,) = backend._runners
+    assert runner.report.aot == "NotImplementedError: no such thing"
+
+
 def in_place(x: Tensor, padding: Tensor) -> Tensor:
     y = row_padding(x, padding) + 1
     y *= 3
