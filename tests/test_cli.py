@@ -116,7 +116,7 @@ def test_explain_and_dump(directories, capsys, tmp_path):
         ("verify", "target.layers.0", "BNSD", "g0"),
         ("verify", "target.layers.1", "BNSD", "g1"),
     ]
-    assert graph["sizes"] == [2, 4]
+    assert graph["sizes"] == [1, 2, 4]
     assert len(graph["passes"]) == len(files) - 1
     roles = {i["role"] for i in graph["inputs"]}
     assert {"cache", "block_table", "lengths", "token", "parameter"} <= roles
