@@ -121,7 +121,7 @@ def test_explain_and_dump(directories, capsys, tmp_path):
     roles = {i["role"] for i in graph["inputs"]}
     assert {"cache", "block_table", "lengths", "token", "parameter"} <= roles
     assert "npu_scatter_pa_kv_cache" in (folder / "graphs" / "0" / files[-1]).read_text()
-    assert "auto_functionalized" in (folder / "graphs" / "0" / files[0]).read_text()
+    assert "gemma_npu.store_kv" in (folder / "graphs" / "0" / files[0]).read_text()
 
     note = folder / "note.txt"
     note.write_text("mine")
