@@ -122,8 +122,8 @@ class Backend:
         reason, broken = _recompile_reason() if recompile else None, _graph_break(gm)
 
         def finish(graph: GraphModule, static: set[int], cache: str, aot: str | None = None) -> Callable[..., Any]:
-            report = GraphReport(f"graph {CompileContext.current_compile_id()}", recompile, reason, broken, cache, aot)
-            report.smallest = self._smallest
+            name = f"graph {CompileContext.current_compile_id()}"
+            report = GraphReport(name, recompile, reason, broken, cache=cache, aot=aot, smallest=self._smallest)
             report.seconds["aot"] = time.perf_counter() - start
             runner = self._build(graph, static, labels, parsed, report)
             with self._lock:
@@ -138,7 +138,7 @@ class Backend:
             metadata = context.fw_metadata if context is not None else None
             ticket.keep_aot(graph)
             static = set(metadata.static_input_indices) if metadata is not None else set()
-            return finish(graph, static, ticket.state, str(trace))
+            return finish(graph, static, ticket.state, trace if isinstance(trace, str) else None)
 
         compiler = aot_autograd(
             fw_compiler=_refuse_training,

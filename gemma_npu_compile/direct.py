@@ -109,6 +109,11 @@ class DirectCall:
             and all(d.get(name) is tensor for d, name, tensor in self._held)
         )
 
+    def takes(self, rows: int) -> bool:
+        """Whether the runner has seen that so many rows can go past Dynamo, which traces one row apart."""
+        runner = self._runner()
+        return rows > 1 or (runner is not None and 1 in runner.report.sizes)
+
     def __call__(self, leaves: Sequence[Tensor]) -> StepOutput:
         """Run the step on ``leaves``; raises as the runner does."""
         runner = self._runner()

@@ -278,11 +278,13 @@ class Engine:
     def _call(self, kind: Kind, leaves: list[Tensor]) -> StepOutput:
         """The step on its tensors in order: token, hidden, seq_len, tables, draws, host_len."""
         run = self._run(kind)
-        if run.direct is not None and run.direct.holds():
-            return run.direct(leaves)
-        if self.compiled and len(leaves[0]) == 1:  # torch traces one row apart from many: run it beside a padded one
+        direct = run.direct if run.direct is not None and run.direct.holds() else None
+        one = len(leaves[0]) == 1 and not (direct is not None and direct.takes(1))
+        if self.compiled and one:  # torch traces one row apart from many: run it beside a padded one
             paddings = [*self._paddings()[: len(leaves) - 1], self.cache.host_padding_lens]
             leaves = [torch.cat([each, padding[1:2]]) for each, padding in zip(leaves, paddings, strict=True)]
+        if direct is not None:
+            return direct(leaves)
         last = 3 + len(self.cache.groups)
         arguments: list[Any] = [*leaves[:3], tuple(leaves[3:last])]
         if kind == "sampled":

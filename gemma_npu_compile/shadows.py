@@ -4,12 +4,14 @@ Whatever is set on a stand-in (a compiled forward, an attribute, a hook) is not 
 in another, and there is nothing to put back when a call fails.
 """
 
+import functools
 import types
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 
 _ORIGINALS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
@@ -70,19 +72,53 @@ def replace(value: Any, swap: Callable[[nn.Module], nn.Module]) -> Any:
     return value
 
 
-def kept_in(value: Any) -> str | None:
-    """Where an object that is no module keeps one in an attribute, or None: ``.model``, ``[2].model`` of a list's third
-    item, ``.__self__`` of a method of a module."""
-    if isinstance(value, (list, tuple, dict)):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        return next((f"[{name!r}]{place}" for name, each in items if (place := kept_in(each)) is not None), None)
+_PLAIN = (Tensor, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, str, bytes)
+DEPTH = 4
+"""How far :func:`kept_in` looks: attributes of attributes."""
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """What an object refers to, and how a user would write that."""
     if isinstance(value, types.MethodType):
-        found = kept_in(value.__self__)
-        return ".__self__" if isinstance(value.__self__, nn.Module) else found and f".__self__{found}"
-    if isinstance(value, (nn.Module, type, types.ModuleType, types.FunctionType)):
-        return None
-    attributes = getattr(value, "__dict__", {})
-    return next((f".{name}" for name, each in attributes.items() if holds_module(each)), None)
+        yield ".__self__", value.__self__
+        return
+    if isinstance(value, functools.partial):
+        yield from ((f".{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
+    if isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", each) for key, each in list(value.items()))
+    elif isinstance(value, (list, tuple, deque)):
+        yield from ((f"[{index}]", each) for index, each in enumerate(value))
+    elif isinstance(value, (set, frozenset)):
+        yield from (("", each) for each in value)
+    given = [kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__]
+    slots = [name for names in given for name in ([names] if isinstance(names, str) else names)]
+    own = getattr(value, "__dict__", {})
+    for name in [*(own if isinstance(own, dict) else ()), *(s for s in slots if s != "__dict__")]:
+        try:
+            yield f".{name}", own[name] if name in own else getattr(value, name)
+        except AttributeError:  # a slot without a value
+            continue
+
+
+def kept_in(value: Any) -> str | None:
+    """Where an object keeps a module that :func:`replace` does not reach, or None: ``.model``, ``[2].model`` of a
+    list's third item, ``.__self__`` of a method of a module. Looks :data:`DEPTH` attributes deep."""
+    seen: set[int] = set()
+    level = [("", value, True)]  # place, object, whether replace() gets there
+    for _ in range(DEPTH + 1):
+        deeper = []
+        for place, each, reached in level:
+            if isinstance(each, nn.Module):
+                if not reached:
+                    return place
+                continue
+            if each is None or isinstance(each, (bool, int, float, *_PLAIN)) or id(each) in seen:
+                continue
+            seen.add(id(each))
+            swapped = reached and type(each) in (list, tuple, dict)
+            deeper += [(place + part, inner, swapped) for part, inner in _parts(each)]
+        level = deeper
+    return None
 
 
 def holds_module(value: Any) -> bool:

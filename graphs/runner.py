@@ -21,7 +21,7 @@ from gemma_npu_compile.graphs.phases import profiled
 from gemma_npu_compile.graphs.plan import Plan, Values, evaluate
 from gemma_npu_compile.graphs.runtime import Captured, Runtime, runtime_for
 from gemma_npu_compile.graphs.sizes import capture_sizes, size_for
-from gemma_npu_compile.graphs.trust import Scratch, first_difference, load_scratch, run_one_row, why_unchecked
+from gemma_npu_compile.graphs.trust import Scratch, first_difference, load_scratch, why_unchecked, wrong_for_one_row
 from gemma_npu_compile.ops.npu import emulate
 from gemma_npu_compile.options import Options
 from gemma_npu_compile.report import GraphReport
@@ -85,7 +85,8 @@ class GraphRunner:
         self._extras = Extras(plan)
         self.sizes = options.capture_sizes or ()
         if plan.max_rows is not None:
-            self.sizes = capture_sizes(options.capture_sizes, plan.max_rows, report.smallest)
+            # One row of a graph for many is only safe where a capture of one was checked.
+            self.sizes = capture_sizes(options.capture_sizes, plan.max_rows, report.smallest if options.capture else 2)
         self._lock = threading.Lock()
         self._runtime: Runtime = runtime_for(plan.device, options.engine)
         self._unchecked = why_unchecked(gm, plan)
@@ -130,6 +131,8 @@ class GraphRunner:
                 reason = self._capture(binding, args, values, sized)
                 if reason is not None:
                     return self._fall_back(reason, args)
+                if self._key(sized) not in binding.graphs:  # one row, which turned out to need a padded one beside it
+                    sized[self.plan.rows] = self.sizes[0]  # type: ignore[index]
             results = self._run(binding, args, values, sized)
             return self._hand_out(results, values)
 
@@ -252,14 +255,20 @@ class GraphRunner:
                 for each in wanted:
                     name = "capture" if self.plan.rows is None else f"capture of {each[self.plan.rows]} rows"
                     arguments = self._arguments(binding, args, buffers, each)
-                    graphs[self._key(each)] = self._runtime.capture(self.gm, arguments, each, name)
-                    self._check(binding, args, buffers, each, graphs[self._key(each)], name)
-                    if self.report.one_row is not None and each.get(self.plan.rows) == 1:  # type: ignore[call-overload]
-                        del graphs[self._key(each)]
-                        self.sizes = self.sizes[1:]
-                        continue
+                    one = self.report.smallest == 1 and self._key(each) == (1,) and len(self.sizes) > 1
+                    try:
+                        if one:
+                            self._prove_one_row(args, buffers, arguments, each)
+                        graphs[self._key(each)] = self._runtime.capture(self.gm, arguments, each, name)
+                        self._check(binding, args, buffers, each, graphs[self._key(each)], name)
+                    except CaptureError as error:
+                        if not one:
+                            raise
+                        graphs.pop(self._key(each), None)
+                        self.sizes, self.report.one_row = self.sizes[1:], str(error)
                     buffers.load(args, *largest)
-                    self._update(graphs[self._key(each)], args, buffers, each)
+                    if self._key(each) in graphs:
+                        self._update(graphs[self._key(each)], args, buffers, each)
         except CaptureError as error:
             graphs.clear()
             binding.refused.update((self._key(each), str(error)) for each in wanted)
@@ -280,6 +289,25 @@ class GraphRunner:
         log.info("%s: %d captures, rows %s, pool %d bytes", report.name, len(graphs), report.sizes, report.pool_bytes)
         return None
 
+    def _prove_one_row(self, args: list[Any], buffers: StableBuffers, arguments: list[Any], sized: Values) -> None:
+        """Run the uncaptured graph on one scratch row, and look whether it treats it as one of many.
+
+        Raises:
+            CaptureError: it does not, or cannot be run on the side; says why.
+        """
+        if self._unchecked is not None:
+            raise CaptureError(self._unchecked)
+        load_scratch(self.plan, buffers, args, 1)
+        scratch = Scratch(self.plan, args)
+        try:
+            wrong = wrong_for_one_row(self.gm, arguments, sized)
+        except Exception as error:  # whatever it is, two rows can do without
+            wrong = f"{type(error).__name__}: {error}"
+        finally:
+            scratch.restore()
+        if wrong is not None:
+            raise CaptureError(wrong)
+
     def _check(
         self, binding: _Binding, args: list[Any], buffers: StableBuffers, sized: Values, graph: Captured, name: str
     ) -> None:
@@ -290,8 +318,6 @@ class GraphRunner:
         """
         if self._unchecked is not None:
             self.report.unchecked = self._unchecked
-            if sized.get(self.plan.rows) == 1:  # type: ignore[call-overload]
-                self.report.one_row = self._unchecked
             return
         contents = "these inputs"
         if self.plan.rows is not None:
@@ -303,11 +329,7 @@ class GraphRunner:
             graph.replay()
             found = [each.clone() if isinstance(each, torch.Tensor) else each for each in graph.outputs]
             scratch.restore()
-            arguments = self._arguments(binding, args, buffers, sized)
-            if sized.get(self.plan.rows) == 1:  # type: ignore[call-overload]
-                expected, self.report.one_row = run_one_row(self.gm, arguments, sized)
-            else:
-                expected = list(self.gm(*arguments))
+            expected = list(self.gm(*self._arguments(binding, args, buffers, sized)))
             wrong = first_difference(found, expected)
         except (ReplayError, RuntimeError) as error:
             raise CaptureError(f"{name}: its first replay, with {contents}, failed: {error}") from None
@@ -331,7 +353,14 @@ class GraphRunner:
     def _run_uncaptured(self, args: list[Any]) -> list[Any]:
         merged = self._bind(args).merged.tensors(args) if self.plan.extras else []
         extras = self._extras.all(lambda item: args[item.source], merged, self.plan.values(args))
-        return list(self.gm(*[args[i.source] for i in self.plan.inputs], *extras))
+        results = list(self.gm(*[args[i.source] for i in self.plan.inputs], *extras))
+        # What row_padding returns is a copy, and the graph has it no more.
+        padded = {args[i.source].untyped_storage().data_ptr() for i in self.plan.inputs if i.padding is not None}
+        tensors = [each if isinstance(each, torch.Tensor) else None for each in results]
+        return [
+            result if t is None or t.untyped_storage().data_ptr() not in padded else t.clone()
+            for result, t in zip(results, tensors, strict=True)
+        ]
 
     def free(self) -> None:
         """Drop captures, buffers and the pool; a later call captures anew. May be called again."""

@@ -1,9 +1,11 @@
 """The decorator: loops run as they are, on stand-ins; what a user gave in is never changed."""
 
+import collections
 import copy
 import functools
 import gc
 import threading
+import types
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +17,7 @@ from transformers import StaticCache
 
 import gemma_npu_compile as gnc
 from gemma_npu_compile.backend import Backend
+from gemma_npu_compile.shadows import kept_in
 
 
 @pytest.fixture(autouse=True)
@@ -210,20 +213,55 @@ def test_models_kept_by_other_objects_are_refused_and_not_run() -> None:
         r"compile_loop: the loop would reach the model {} through a {}, and run it uncompiled; pass it to the loop"
     )
     for loop, args, place, kind in (
-        (argument, (keeper,), r"helper\.models", "Keeper"),
-        (argument, (keeper.run,), r"helper\.__self__\.models", "method"),
-        (argument, ([1, {"a": keeper}],), r"helper\[1\]\['a'\]\.models", "list"),
-        (closure, (), r"keeper\.models", "Keeper"),
-        (in_globals, (), r"KEEPER\.models", "Keeper"),
+        (argument, (keeper,), r"helper\.models\['target'\]", "Keeper"),
+        (argument, (keeper.run,), r"helper\.__self__\.models\['target'\]", "method"),
+        (argument, ([1, {"a": keeper}],), r"helper\[1\]\['a'\]\.models\['target'\]", "list"),
+        (closure, (), r"keeper\.models\['target'\]", "Keeper"),
+        (in_globals, (), r"KEEPER\.models\['target'\]", "Keeper"),
         (method, (), r"forward\.__self__", "method"),
     ):
         model = Doubler()
         with pytest.raises(ValueError, match=through.format(place, kind)):
             gnc.compile_loop(loop)(model, *args)
         assert model.calls == 0
-    with pytest.raises(ValueError, match=through.format(r"self\.models", "Keeper")):
+    with pytest.raises(ValueError, match=through.format(r"self\.models\['target'\]", "Keeper")):
         gnc.compile_loop(keeper.run)(X)
     assert (keeper.models["target"].calls, other.calls) == (0, 0)
+
+    class Slots:
+        __slots__ = ("empty", "model")
+
+    class Models(list):
+        pass
+
+    def holding(name: str, value: Any) -> Any:
+        made = types.SimpleNamespace()
+        setattr(made, name, value)
+        return made
+
+    class OneSlot:
+        __slots__ = "model"
+
+    slots, one, named = Slots(), OneSlot(), Models()
+    slots.model = one.model = named.model = other
+    cycle: list[Any] = [1]
+    cycle.append(cycle)
+    kept = {
+        ".o.m": holding("o", holding("m", other)),
+        ".model": slots,
+        ".f.__self__": holding("f", other.forward),
+        ".func": functools.partial(other),
+        ".args[0]": functools.partial(print, other),
+        "[0]": Models([other]),
+        "['a']": collections.OrderedDict(a=other),
+        "[0][1][0]": [(1, Models([other]))],
+        "[1].m": [cycle, holding("m", other)],
+        "": {other},
+    }
+    assert {place: kept_in(value) for place, value in kept.items()} == {place: place for place in kept}
+    assert kept_in(named) == kept_in(one) == ".model"
+    for fine in (other, [other], {"a": (other,)}, cycle, slots.__class__(), Models(), X, {"a": {1: "b"}}, len, torch):
+        assert kept_in(fine) is None
 
     class Settings:
         rate = 2

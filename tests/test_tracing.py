@@ -125,6 +125,47 @@ def read_again(x: Tensor, padding: Tensor) -> Tensor:
     return y + first.unsqueeze(1)
 
 
+def chained(x: Tensor, padding: Tensor) -> Tensor:
+    y = row_padding(x, padding) + 1
+    y += 2
+    y *= 3
+    return y.masked_fill_(y > 12, 0.0)
+
+
+def test_writes_behind_writes_become_new_ones() -> None:
+    result, backend = compiled(chained, rows(), PADDING)
+    assert result.tolist() == chained(rows(), PADDING).tolist()
+    (runner,) = backend._runners
+    assert runner.report.aot is None
+
+
+def other_overload(x: Tensor, padding: Tensor) -> Tensor:
+    """``pow.Scalar`` is another operator than ``pow_.Scalar``."""
+    y = row_padding(x, padding) * 2
+    y.pow_(2)
+    return y
+
+
+def several(x: Tensor, padding: Tensor) -> Tensor:
+    y = row_padding(x, padding) + 1
+    torch._foreach_mul_([y], 2.0)
+    return y
+
+
+def strided(x: Tensor, padding: Tensor) -> Tensor:
+    """What is computed anew would be dense."""
+    base = row_padding(x, padding) + 1
+    y = base[:, ::2]
+    y.mul_(2)
+    return y.as_strided((2, 2), (3, 2)) * 1
+
+
+def inner_autocast(x: Tensor, padding: Tensor) -> Tensor:
+    y = row_padding(x, padding)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return y @ torch.full((3, 3), 1.01)
+
+
 def to_input(x: Tensor, padding: Tensor) -> Tensor:
     y = row_padding(x, padding)
     x.add_(1)
@@ -169,6 +210,10 @@ def with_grad(x: Tensor, padding: Tensor) -> Tensor:
     [
         (read_again, "mul_ writes in place, by aten.mul_.Tensor"),
         (to_input, "writes in place, by aten.add_.Tensor"),
+        (other_overload, "pow_ writes in place, by aten.pow_.Scalar"),
+        (several, "writes in place, by aten._foreach_mul_.Scalar"),
+        (strided, "mul_ writes in place, by aten.mul_.Tensor"),
+        (inner_autocast, "switches autocast"),
         (narrowed, "mul_ writes in place, by aten.mul_.Tensor"),
         (number, "calls item"),
         (same, "results share memory"),
@@ -186,6 +231,31 @@ def test_what_one_run_cannot_tell_is_left_to_aot(fn, reason) -> None:
     assert f"traced by AOT: {runner.report.aot}" in "\n".join(runner.report.lines())
     expected = fn(rows(), PADDING.clone())
     torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
+def product(x: Tensor, padding: Tensor) -> Tensor:
+    y = row_padding(x, padding)
+    with torch.autocast("cpu", enabled=False):
+        return y @ torch.full((3, 3), 1.01)
+
+
+def test_autocast_around_a_call_is_left_to_aot() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result, backend = compiled(product, rows(), PADDING)
+        expected = product(rows(), PADDING)
+    assert result.dtype == expected.dtype
+    assert result.tolist() == expected.tolist()
+    (runner,) = backend._runners
+    assert runner.report.aot == "autocast is on"
+
+
+def test_a_result_is_never_the_input_it_was_padded_from() -> None:
+    """row_padding returns a copy, and the graph has it no more; five rows are above the padding and run uncaptured."""
+    for count in (2, 5):
+        x = rows(count)
+        result, _ = compiled(row_padding, x, PADDING)
+        assert result.tolist() == x.tolist()
+        assert result.data_ptr() != x.data_ptr()
 
 
 def stored(x: Tensor, padding: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""The compile cache: AOT's traces kept across processes, because tracing is most of a compilation's time.
+"""The compile cache: traces kept across processes, because tracing is most of what comes behind Dynamo.
 
-Kept is AOT's inference graph in front of the passes, as JSON (trace.py), under a key made of Dynamo's graph and all
-that AOT consults (key.py). Where it is found AOT is not run; that is right only where AOT would do nothing around the
-graph it made, and added no guard, so only such traces are kept (ticket.py). The rest runs as usual.
+Kept is the inference graph in front of the passes, as JSON (trace.py), under a key made of Dynamo's graph and all that
+tracing consults (key.py). Where it is found nothing is traced. Of AOT's graphs that is right only where AOT would do
+nothing around the one it made, and added no guard, so only such are kept (ticket.py). The rest runs as usual.
 """
 
 from gemma_npu_compile.compile_cache.files import Entry, Folder, enabled

@@ -1,4 +1,4 @@
-"""The key of an entry: everything that decides what AOT makes of Dynamo's graph.
+"""The key of an entry: everything that decides what tracing makes of Dynamo's graph.
 
 Options and the platform are not in it: what is kept is the trace in front of the passes, which run on a loaded trace
 as on a new one. Nor are weights, which are inputs, nor source lines, which come from the graph at hand.
@@ -40,11 +40,14 @@ def _version(package: str) -> str | None:
         return None
 
 
+_TRACING = ("backend.py", "tracing.py")
+
+
 @functools.cache
 def versions() -> dict[str, Any]:
-    """What a trace depends on beside the graph: versions, and the sources AOT runs (operators, fakes, this cache)."""
+    """What a trace depends on beside the graph: versions, and the sources that make one."""
     sources = hashlib.sha256()
-    for path in sorted([*_ROOT.glob("ops/*.py"), *_ROOT.glob("compile_cache/*.py"), _ROOT / "backend.py"]):
+    for path in sorted([*_ROOT.glob("ops/*.py"), *_ROOT.glob("compile_cache/*.py"), *map(_ROOT.joinpath, _TRACING)]):
         sources.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return {
         "format": FORMAT,
@@ -59,7 +62,7 @@ def versions() -> dict[str, Any]:
 
 
 def _settings() -> dict[str, Any]:
-    """State of this thread and of torch that AOT consults."""
+    """State of this thread and of torch that tracing consults."""
     if torch._C._is_any_autocast_enabled():
         raise NotCacheableError("autocast is on")
     if _get_current_dispatch_mode_stack() or torch.overrides._get_current_function_mode_stack():
@@ -151,7 +154,7 @@ def _inputs(nodes: Sequence[Node], symbols: Symbols) -> list[Any]:
 
 
 def _shapes(env: ShapeEnv | None, symbols: Symbols) -> Any:
-    """What is known of the symbols: AOT decides by it without a new guard."""
+    """What is known of the symbols: tracing decides by it without a new guard."""
     if env is None:
         return None
     guards = [symbols.text(env.replace(guard.expr)) for guard in env.guards]

@@ -114,7 +114,7 @@ def encode_size(size: Any, symbols: Mapping[sympy.Symbol, int]) -> Any:
         return float(expr)
     if isinstance(expr, sympy.Symbol):
         if expr not in symbols:
-            raise NotCacheableError(f"size {expr} is of AOT's making")
+            raise NotCacheableError(f"size {expr} is made by the trace")
         return {"s": symbols[expr]}
     name = type(expr).__name__
     if _SIZES.get(name) is not type(expr):

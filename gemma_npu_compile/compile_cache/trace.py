@@ -1,4 +1,4 @@
-"""AOT's trace as plain data, and back: nodes, their values as fakes of the trace in progress, where they come from.
+"""A trace as plain data, and back: nodes, their values as fakes of the trace in progress, where they come from.
 
 Stack traces and module paths are not kept. An entry says which node of Dynamo's graph a node came from, and takes both
 from the graph at hand, so that messages and dumps show today's source lines.
@@ -46,7 +46,7 @@ class Trace:
         graph: nodes with ``meta["val"]``.
         static: inputs whose addresses do not change between calls, by index.
         written: inputs the graph writes to, whose version counters a call increments.
-        dynamic: dimensions of each result that later traces should take for dynamic; None where AOT marks nothing.
+        dynamic: dimensions of each result that later traces should take for dynamic; None where nothing is marked.
     """
 
     graph: GraphModule
@@ -99,7 +99,7 @@ class _Writer:
 def _constant(tensor: Any) -> dict[str, Any]:
     if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         raise NotCacheableError(f"the trace holds a {type(tensor).__name__}")
-    with _disable_current_modes():  # AOT's fakes have no contents
+    with _disable_current_modes():  # the trace's fakes have no contents
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     if len(data) > MAX_CONSTANT:
         raise NotCacheableError(f"the trace holds a tensor of {len(data)} bytes")
@@ -111,7 +111,7 @@ def to_plain(trace: Trace, dynamo: GraphModule, symbols: dict[sympy.Symbol, int]
     """The trace as JSON.
 
     Args:
-        dynamo: the graph AOT traced.
+        dynamo: the graph that was traced.
         symbols: its symbols by position (key.py).
 
     Raises:

@@ -85,6 +85,10 @@ def _argmax(x: Tensor, dim: int | None = None, keepdim: bool = False, *, out: Te
     return _some(small.argmax(x, out))
 
 
+MOST_PLACES = 16
+"""Commands an operator may become: with more, one call of ATen is faster."""
+
+
 def _folded(name: str, x: Tensor, dim: int, into: Sequence[Tensor]) -> Commands:
     """Whole numbers along an axis, each with the result before it; there is a command for every place, so a few."""
     places = x.unbind(dim)
@@ -106,8 +110,6 @@ def _sum(
         return ()
     return _folded("add", x, dim[0], [out.squeeze(dim[0]) if keepdim else out] * x.shape[dim[0]])
 
-
-MOST_PLACES = 16
 
 COMMANDS: dict[Any, Callable[..., Commands]] = {
     aten.add.Tensor: _binary("add"),

@@ -57,7 +57,7 @@ inline void tile(const float* x, int64_t ldx, const T* const* w, const T* const*
     sums<MB * NB>(acc, result);
 }
 
-constexpr int AHEAD = 8;  // rows between the one read and the one asked for
+constexpr int AHEAD = 8;  // rows of a weight, or keys, between the one read and the one asked for
 
 template <int MB, int NB, class T>
 inline void product(const float* x, int64_t k, const T* const* w, const T* const* next, T* y, int64_t ldy) {

@@ -20,18 +20,20 @@ def _clean(fresh_dynamo: None) -> Iterator[None]:
         yield
 
 
-def runner_of(fn: Callable[..., Any], **options: Any) -> tuple[GraphRunner, Callable[[Tensor], Any]]:
-    """The runner of a function of rows, compiled for two rows, and a call of it past Dynamo."""
+def runner_of(
+    fn: Callable[..., Any], first: int = 2, padding: Tensor = PADDING, **options: Any
+) -> tuple[GraphRunner, Callable[[Tensor], Any]]:
+    """The runner of a function of rows, called with ``first`` rows, and a call of it past Dynamo."""
     backend = Backend(smallest=1)
-    x = torch.zeros(2, 3)
+    x = torch.zeros(first, 3)
     torch._dynamo.mark_dynamic(x, 0)
     run = torch.compile(fn, backend=backend, fullgraph=True, options={"platform": "cpu", **options})
-    run(x, PADDING)
+    run(x, padding)
     (runner,) = backend._runners
 
     def call(rows: Tensor) -> Any:
         given: dict[Any, Any] = {(): len(rows), (3,): rows}
-        args = [PADDING if i.role == "padding" else given[tuple(i.shape[1:])] for i in runner.plan.inputs]
+        args = [padding if i.role == "padding" else given[tuple(i.shape[1:])] for i in runner.plan.inputs]
         return runner(args)
 
     return runner, call
@@ -101,3 +103,48 @@ def test_dynamo_never_brings_one_row_so_none_is_captured() -> None:
     )
     (runner,) = backend._runners
     assert runner.report.sizes == [4, 2]
+
+
+def raising(x: Tensor, padding: Tensor) -> Tensor:
+    """Without its axis there are no two to swap."""
+    x = row_padding(x, padding)
+    return torch.ops.aten.squeeze.dim(x + 1, 0).transpose(0, 1).contiguous().t() * 1
+
+
+def test_a_graph_that_fails_for_one_row_keeps_its_other_captures() -> None:
+    runner, call = runner_of(raising)
+    assert runner.report.sizes == [4, 2]
+    assert runner.report.one_row is not None
+    assert "IndexError" in runner.report.one_row
+    assert call(torch.ones(1, 3))[0].tolist() == [[2.0] * 3]
+
+
+@pytest.mark.parametrize("fn", [squeezed, raising])
+def test_the_first_capture_may_be_for_one_row(fn) -> None:
+    """Five rows are more than the padding has: they ran uncaptured, and nothing is known of one row yet."""
+    runner, call = runner_of(fn, first=5)
+    assert runner.report.captures == 0
+    for _ in range(2):
+        assert call(torch.ones(1, 3))[0].tolist() == [[2.0] * 3]
+    assert runner.report.sizes == [4, 2]
+
+
+def test_a_padding_of_one_row_has_one_size() -> None:
+    runner, call = runner_of(doubled, first=2, padding=PADDING[:1])
+    assert call(torch.ones(1, 3))[0].tolist() == [[2.0] * 3]
+    assert runner.report.sizes == [1]
+
+
+def counted(x: Tensor, padding: Tensor) -> Tensor:
+    """Shapes fit whatever comes, and numbers do not."""
+    rows = x.shape[0]
+    y = torch.ops.aten.squeeze.dim(row_padding(x, padding), 0)
+    return (y.unsqueeze(1) * torch.tensor(1.0) + torch.arange(3.0)).sum(1) + torch.zeros(rows, 3)
+
+
+@pytest.mark.parametrize("capture", [True, False])
+def test_nothing_runs_on_one_row_that_was_not_checked(capture) -> None:
+    runner, call = runner_of(counted, capture=capture)
+    two = call(torch.tensor([[1.0, 5.0, 2.0]] * 2))[0]
+    assert call(torch.tensor([[1.0, 5.0, 2.0]]))[0].tolist() == two[:1].tolist()
+    assert 1 not in runner.report.sizes
