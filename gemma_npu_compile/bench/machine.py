@@ -72,8 +72,8 @@ class Rates:
 
 def rates(rows: int, drafts: int, dtype: torch.dtype, platform: str) -> Rates:
     """Of this machine, for steps of ``rows`` rows with ``drafts`` drafts."""
-    products = (product_gbps(each, dtype, platform) for each in (rows * (1 + drafts), rows))
-    return Rates(copy_gbps(), read_gbps(), *products, gflops())
+    verify, draft = (product_gbps(each, dtype, platform) for each in (rows * (1 + drafts), rows))
+    return Rates(copy_gbps(), read_gbps(), verify, draft, gflops())
 
 
 def gflops(size: int = 1024) -> float:
