@@ -1,12 +1,13 @@
 """Stable buffers: the memory a captured graph reads its per-call inputs from."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gemma_npu_compile.errors import ReplayError
-from gemma_npu_compile.graphs.plan import Input
+from gemma_npu_compile.graphs.plan import Input, Plan
 
 
 def _name(item: Input) -> str:
@@ -24,6 +25,15 @@ def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
         sources.append(source)
     for targets, sources in groups.values():
         torch._foreach_copy_(targets, sources)
+
+
+def not_the_padded(plan: Plan, args: list[Any], results: Iterable[Any]) -> list[Any]:
+    """Results of an uncaptured run: what row_padding returns is a copy, and the graph has it no more."""
+    padded = {args[item.source].untyped_storage().data_ptr() for item in plan.inputs if item.padding is not None}
+    return [
+        each.clone() if isinstance(each, Tensor) and each.untyped_storage().data_ptr() in padded else each
+        for each in results
+    ]
 
 
 def _part(buffer: Tensor, rows: tuple[int, int], start: int, end: int) -> Tensor:

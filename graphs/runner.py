@@ -15,7 +15,7 @@ from gemma_npu_compile.capabilities import Platform
 from gemma_npu_compile.capabilities import platform as get_platform
 from gemma_npu_compile.devices import platform_for
 from gemma_npu_compile.errors import CaptureError, ReplayError
-from gemma_npu_compile.graphs.buffers import StableBuffers, copy_all
+from gemma_npu_compile.graphs.buffers import StableBuffers, copy_all, not_the_padded
 from gemma_npu_compile.graphs.extras import Extras, MergedWeights, Read
 from gemma_npu_compile.graphs.phases import profiled
 from gemma_npu_compile.graphs.plan import Plan, Values, evaluate
@@ -255,10 +255,11 @@ class GraphRunner:
                 for each in wanted:
                     name = "capture" if self.plan.rows is None else f"capture of {each[self.plan.rows]} rows"
                     arguments = self._arguments(binding, args, buffers, each)
-                    one = self.report.smallest == 1 and self._key(each) == (1,) and len(self.sizes) > 1
+                    one = self.plan.rows is not None and each[self.plan.rows] == 1 and len(self.sizes) > 1
                     try:
-                        if one:
-                            self._prove_one_row(args, buffers, arguments, each)
+                        wrong = wrong_for_one_row(self.gm, self.plan, buffers, args, arguments, each) if one else None
+                        if wrong is not None:
+                            raise CaptureError(wrong)
                         graphs[self._key(each)] = self._runtime.capture(self.gm, arguments, each, name)
                         self._check(binding, args, buffers, each, graphs[self._key(each)], name)
                     except CaptureError as error:
@@ -288,25 +289,6 @@ class GraphRunner:
         report.buffer_bytes = sum(b.nbytes for each in self._bindings for b in each.buffers.values())
         log.info("%s: %d captures, rows %s, pool %d bytes", report.name, len(graphs), report.sizes, report.pool_bytes)
         return None
-
-    def _prove_one_row(self, args: list[Any], buffers: StableBuffers, arguments: list[Any], sized: Values) -> None:
-        """Run the uncaptured graph on one scratch row, and look whether it treats it as one of many.
-
-        Raises:
-            CaptureError: it does not, or cannot be run on the side; says why.
-        """
-        if self._unchecked is not None:
-            raise CaptureError(self._unchecked)
-        load_scratch(self.plan, buffers, args, 1)
-        scratch = Scratch(self.plan, args)
-        try:
-            wrong = wrong_for_one_row(self.gm, arguments, sized)
-        except Exception as error:  # whatever it is, two rows can do without
-            wrong = f"{type(error).__name__}: {error}"
-        finally:
-            scratch.restore()
-        if wrong is not None:
-            raise CaptureError(wrong)
 
     def _check(
         self, binding: _Binding, args: list[Any], buffers: StableBuffers, sized: Values, graph: Captured, name: str
@@ -353,14 +335,7 @@ class GraphRunner:
     def _run_uncaptured(self, args: list[Any]) -> list[Any]:
         merged = self._bind(args).merged.tensors(args) if self.plan.extras else []
         extras = self._extras.all(lambda item: args[item.source], merged, self.plan.values(args))
-        results = list(self.gm(*[args[i.source] for i in self.plan.inputs], *extras))
-        # What row_padding returns is a copy, and the graph has it no more.
-        padded = {args[i.source].untyped_storage().data_ptr() for i in self.plan.inputs if i.padding is not None}
-        tensors = [each if isinstance(each, torch.Tensor) else None for each in results]
-        return [
-            result if t is None or t.untyped_storage().data_ptr() not in padded else t.clone()
-            for result, t in zip(results, tensors, strict=True)
-        ]
+        return not_the_padded(self.plan, args, self.gm(*[args[i.source] for i in self.plan.inputs], *extras))
 
     def free(self) -> None:
         """Drop captures, buffers and the pool; a later call captures anew. May be called again."""

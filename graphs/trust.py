@@ -104,15 +104,29 @@ class _OneRow(Interpreter):
         return result
 
 
-def wrong_for_one_row(gm: GraphModule, args: list[Any], sizes: Values) -> str | None:
-    """The first node of a graph that does not treat one row as one of many, or None. Runs the graph.
+def wrong_for_one_row(
+    gm: GraphModule, plan: Plan, buffers: StableBuffers, args: list[Any], arguments: list[Any], sizes: Values
+) -> str | None:
+    """Why a graph may not be run on one row, or None: the first node that does not treat it as one of many.
 
     torch takes a symbolic size for two or more: an operator may drop or stretch an axis of one, and nothing that was
     decided while tracing says so. Where every shape is as traced, with a one put in, each operator does what it does
-    for many rows.
+    for many rows. The graph is run for it, on one row of scratch.
+
+    Args:
+        args: of the call; ``arguments``: what the graph is captured with for ``sizes``.
     """
-    run = _OneRow(gm, Sizes(sizes))
-    run.run(*args)
+    unchecked = why_unchecked(gm, plan)
+    if unchecked is not None:
+        return unchecked
+    load_scratch(plan, buffers, args, 1)
+    scratch, run = Scratch(plan, args), _OneRow(gm, Sizes(sizes))
+    try:
+        run.run(*arguments)
+    except Exception as error:  # whatever it is, two rows can do without
+        return f"{type(error).__name__}: {error}"
+    finally:
+        scratch.restore()
     return run.wrong
 
 
