@@ -7,13 +7,12 @@ all others are AOT's, and :func:`trace_step` says why.
 """
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
-from torch._functorch._aot_autograd.frontend_utils import _try_get_metadata_from_dynamo, process_inputs
+from torch._functorch._aot_autograd.frontend_utils import _try_get_metadata_from_dynamo
 from torch._guards import TracingContext
 from torch._subclasses import FakeTensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
@@ -23,7 +22,7 @@ from torch.fx.node import map_arg
 from torch.fx.traceback import preserve_node_meta
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gemma_npu_compile.compile_cache.trace import Trace
+from gemma_npu_compile.compile_cache.trace import Trace, fake_inputs
 from gemma_npu_compile.ops.library import NAMESPACE
 
 _STORE = torch.ops.gemma_npu.store_kv.default
@@ -140,8 +139,7 @@ def trace_step(gm: GraphModule, inputs: Sequence[Any]) -> Trace | str:
     reason = _refusal(gm)
     if reason is not None:
         return reason
-    config: Any = SimpleNamespace(is_export=False, num_params_buffers=0)
-    fakes, _ = process_inputs(list(inputs), config, mode, mode.shape_env)
+    fakes = fake_inputs(inputs, mode)
     if not all(type(each) is FakeTensor for each in fakes if isinstance(each, Tensor)):
         return "an input is a tensor subclass"
     if len({id(each) for each in fakes}) < len(fakes):

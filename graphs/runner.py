@@ -250,6 +250,7 @@ class GraphRunner:
         largest = (None if self.plan.rows is None else values[self.plan.rows], self._largest(sized))
         buffers.load(args, *largest)
         graphs: dict[Key, Captured] = {}
+        context = self.gm, self.plan, buffers, args
         try:
             with _outside_modes():
                 for each in wanted:
@@ -257,8 +258,7 @@ class GraphRunner:
                     arguments = self._arguments(binding, args, buffers, each)
                     one = self.plan.rows is not None and each[self.plan.rows] == 1 and len(self.sizes) > 1
                     try:
-                        wrong = wrong_for_one_row(self.gm, self.plan, buffers, args, arguments, each) if one else None
-                        if wrong is not None:
+                        if one and (wrong := self._unchecked or wrong_for_one_row(*context, arguments, each)):
                             raise CaptureError(wrong)
                         graphs[self._key(each)] = self._runtime.capture(self.gm, arguments, each, name)
                         self._check(binding, args, buffers, each, graphs[self._key(each)], name)

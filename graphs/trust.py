@@ -111,14 +111,11 @@ def wrong_for_one_row(
 
     torch takes a symbolic size for two or more: an operator may drop or stretch an axis of one, and nothing that was
     decided while tracing says so. Where every shape is as traced, with a one put in, each operator does what it does
-    for many rows. The graph is run for it, on one row of scratch.
+    for many rows. The graph is run for it, on one row of scratch: ask :func:`why_unchecked` whether it may be.
 
     Args:
         args: of the call; ``arguments``: what the graph is captured with for ``sizes``.
     """
-    unchecked = why_unchecked(gm, plan)
-    if unchecked is not None:
-        return unchecked
     load_scratch(plan, buffers, args, 1)
     scratch, run = Scratch(plan, args), _OneRow(gm, Sizes(sizes))
     try:

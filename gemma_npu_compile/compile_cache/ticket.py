@@ -3,12 +3,10 @@
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import sympy
 import torch
-from torch._functorch._aot_autograd.frontend_utils import process_inputs
 from torch._functorch._aot_autograd.runtime_wrappers import mark_dynamo_propagated_dynamic_indices
 from torch._functorch._aot_autograd.schemas import PlainTensorMeta, ViewAndMutationMeta
 from torch._guards import TracingContext
@@ -18,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from gemma_npu_compile.compile_cache.files import Folder, enabled
 from gemma_npu_compile.compile_cache.key import make_key, shape_env, versions
 from gemma_npu_compile.compile_cache.names import DamagedError, NotCacheableError
-from gemma_npu_compile.compile_cache.trace import Trace, from_plain, to_plain
+from gemma_npu_compile.compile_cache.trace import Trace, fake_inputs, from_plain, to_plain
 
 log = logging.getLogger(__name__)
 
@@ -139,9 +137,7 @@ def _load(body: Any, gm: GraphModule, inputs: Sequence[Any], symbols: dict[sympy
     mode = TracingContext.get().fake_mode
     if mode is None:
         raise DamagedError("the trace in progress has no fakes")
-    config: Any = SimpleNamespace(is_export=False, num_params_buffers=0)
-    fakes, _ = process_inputs(list(inputs), config, mode, mode.shape_env)
-    return from_plain(body, gm, fakes, mode, symbols)
+    return from_plain(body, gm, fake_inputs(inputs, mode), mode, symbols)
 
 
 def look_up(gm: GraphModule, inputs: Sequence[Any], wanted: bool = True) -> Ticket:

@@ -8,10 +8,12 @@ import base64
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import sympy
 import torch
+from torch._functorch._aot_autograd.frontend_utils import process_inputs
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
@@ -53,6 +55,13 @@ class Trace:
     static: tuple[int, ...]
     written: tuple[int, ...]
     dynamic: tuple[tuple[int, ...] | None, ...]
+
+
+def fake_inputs(inputs: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
+    """What AOT would trace a graph with for the tensors and sizes Dynamo gives with it."""
+    config: Any = SimpleNamespace(is_export=False, num_params_buffers=0)
+    fakes, _ = process_inputs(list(inputs), config, mode, mode.shape_env)
+    return list(fakes)
 
 
 class _Writer:
