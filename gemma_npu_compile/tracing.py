@@ -6,7 +6,7 @@ the same operators in less than half of the time. Any graph of the dialect of wh
 all others are AOT's, and :func:`trace_step` says why.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,14 +15,14 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._aot_autograd.frontend_utils import _try_get_metadata_from_dynamo
 from torch._guards import TracingContext
 from torch._subclasses import FakeTensor
-from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.fx.traceback import preserve_node_meta
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from gemma_npu_compile.compile_cache.trace import Trace, fake_inputs
+from gemma_npu_compile.expansion import Expander
 from gemma_npu_compile.ops.library import NAMESPACE
 
 _STORE = torch.ops.gemma_npu.store_kv.default
@@ -53,10 +53,6 @@ def _ours(node: Node) -> bool:
     return str(node.target).startswith(f"{NAMESPACE}.")
 
 
-def _storage(fake: Any) -> StorageWeakRef:
-    return StorageWeakRef(fake.untyped_storage())
-
-
 def _new_form(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     """The operator of the same arguments that returns what ``op`` writes to the first one; None where there is none."""
     schema = op._schema
@@ -75,13 +71,13 @@ def _layout(fake: Any) -> tuple[Any, ...]:
     return fake.dtype, str(fake.shape), str(fake.stride()), str(fake.storage_offset())
 
 
-def _write_anew(graph: Graph) -> str | None:
+def _write_anew(graph: Graph, memory: Mapping[Node, int]) -> str | None:
     """Let writes to results nobody else reads make new ones; the first write that has to stay one, or None."""
     order = {node: index for index, node in enumerate(graph.nodes)}
-    holders: dict[StorageWeakRef, list[Node]] = {}
+    holders: dict[int, list[Node]] = {}
     for node in order:
-        if isinstance(node.meta.get("val"), Tensor):
-            holders.setdefault(_storage(node.meta["val"]), []).append(node)
+        if node in memory:
+            holders.setdefault(memory[node], []).append(node)
     for node in order:
         target: Any = node.target
         if not isinstance(target, torch._ops.OpOverload) or target is _STORE or not target._schema.is_mutable:
@@ -89,7 +85,7 @@ def _write_anew(graph: Graph) -> str | None:
         new, first = _new_form(target), node.args[0]
         if new is None or not isinstance(first, Node) or first.op != "call_function":
             return f"{node.name} writes in place, by {target}"
-        before = [each for each in holders[_storage(first.meta["val"])] if order[each] < order[node]]
+        before = [each for each in holders[memory[first]] if order[each] < order[node]]
         args, kwargs = map_arg((node.args, node.kwargs), lambda each: each.meta["val"])  # type: ignore[arg-type]
         made = new(*args, **kwargs)
         # Views, and what is read again, would need the write; so would who was traced with another layout.
@@ -97,13 +93,13 @@ def _write_anew(graph: Graph) -> str | None:
         if before != [first] or read_again or _layout(made) != _layout(first.meta["val"]):
             return f"{node.name} writes in place, by {target}"
         node.target = new
-        holders[_storage(first.meta["val"])].remove(first)
+        holders[memory[first]].remove(first)
     return None
 
 
-def _refuse(graph: Graph, results: Sequence[Any], fakes: Sequence[Any]) -> str | None:
+def _refuse(graph: Graph, results: Sequence[Node], memory: Mapping[Node, int]) -> str | None:
     """Why the trace is more than a function that writes to its caches."""
-    inputs = [_storage(each) for each in fakes if isinstance(each, Tensor)]
+    inputs = [memory[node] for node in graph.find_nodes(op="placeholder") if node in memory]
     for node in graph.nodes:
         target: Any = node.target
         if node.op == "call_function" and isinstance(target, torch._ops.OpOverload):
@@ -112,13 +108,13 @@ def _refuse(graph: Graph, results: Sequence[Any], fakes: Sequence[Any]) -> str |
             for cache in node.args[2:4] if target is _STORE else ():
                 if cache.op != "placeholder":
                     return "keys are stored in what is no input"
-                if inputs.count(_storage(cache.meta["val"])) > 1:
+                if inputs.count(memory[cache]) > 1:
                     return "an input that is written to shares memory with another"
         elif node.op not in ("placeholder", "output") and getattr(target, "__module__", "") != "_operator":
             return f"{node.name} is no operator"
-    if not all(isinstance(each, Tensor) for each in results):
+    if not all(node in memory for node in results):
         return "a result is no tensor"
-    stored = [_storage(each) for each in results]
+    stored = [memory[node] for node in results]
     return "results share memory" if len(set(stored)) < len(stored) or set(stored) & set(inputs) else None
 
 
@@ -145,16 +141,21 @@ def trace_step(gm: GraphModule, inputs: Sequence[Any]) -> Trace | str:
     if len({id(each) for each in fakes}) < len(fakes):
         return "two inputs are one tensor"
 
+    memory: dict[Node, int] = {}
+
     def run(*args: Any) -> Any:
-        return tuple(Interpreter(gm).run(*args))
+        expander = Expander(gm)
+        results = expander.run(*args)
+        memory.update(expander.memory)
+        return tuple(results)
 
     try:
         with preserve_node_meta(), mode, torch.no_grad(), enable_python_dispatcher():
             made = make_fx(run)(*fakes)
         made.graph.eliminate_dead_code()
-        values = [node.meta["val"] for node in made.graph.find_nodes(op="output")[0].args[0]]
+        results = made.graph.find_nodes(op="output")[0].args[0]
         with mode:
-            reason = _refuse(made.graph, values, fakes) or _write_anew(made.graph)
+            reason = _refuse(made.graph, results, memory) or _write_anew(made.graph, memory)
     except Exception as error:  # AOT can do more, and says what is wrong where it cannot either
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     if reason is not None:
@@ -163,5 +164,6 @@ def trace_step(gm: GraphModule, inputs: Sequence[Any]) -> Trace | str:
     places = {node: index for index, node in enumerate(made.graph.find_nodes(op="placeholder"))}
     stores = made.graph.find_nodes(op="call_function", target=_STORE)
     written = sorted({places[node] for store in stores for node in store.args[2:4]})
-    dynamic = [tuple(i for i, size in enumerate(each.shape) if isinstance(size, torch.SymInt)) for each in values]
+    shapes = [node.meta["val"].shape for node in results]
+    dynamic = [tuple(i for i, size in enumerate(shape) if isinstance(size, torch.SymInt)) for shape in shapes]
     return Trace(_LazyGraphModule.from_graphmodule(made), tuple(static), tuple(written), tuple(dynamic))
