@@ -29,6 +29,7 @@ from gemma_npu_compile.ops.npu import emulate
 from gemma_npu_compile.options import Options
 from gemma_npu_compile.passes import run_passes
 from gemma_npu_compile.passes.fx import device_of, placeholders
+from gemma_npu_compile.regions import write_out
 from gemma_npu_compile.report import GraphBreak, GraphReport, publish
 from gemma_npu_compile.tracing import trace_step
 
@@ -118,6 +119,7 @@ class Backend:
         if mode is not None:
             raise CompileError(f"mode is {mode!r}: this backend has no modes, use options={{...}}")
         parsed = Options.parse(options)
+        write_out(gm)
         labels, recompile, start = _labels(gm), self._is_recompile(), time.perf_counter()
         reason, broken = _recompile_reason() if recompile else None, _graph_break(gm)
 

@@ -83,7 +83,7 @@ class Engine:
             device=target.device,
             **cache_options,
         )
-        self.step = DraftVerifyStep(target, assistant, self.cache, num_draft_tokens)
+        self.step = DraftVerifyStep(target, assistant, self.cache, num_draft_tokens, regions=compiled)
         self.report = CompileReport()
         self.compiled = compiled
         self._options = options or Options()

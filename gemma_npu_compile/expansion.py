@@ -46,7 +46,7 @@ class _Value:
 
     def layout(self) -> tuple[Any, ...]:
         """Hashable."""
-        fake = self.example
+        fake = self.example if self.own is None else self.own
         sizes = *fake.shape, None, *fake.stride(), fake.storage_offset()
         plain = (each.node.expr if isinstance(each, torch.SymInt) else each for each in sizes)
         return fake.dtype, fake.device, fake.is_conj(), fake.is_neg(), *plain
@@ -97,7 +97,7 @@ class Expander(Interpreter):
                 return map_aggregate(args[0], self._tensor)
             if n.op == "placeholder":
                 return self._wrapped(self.placeholder(n.target, args, kwargs))  # type: ignore[arg-type]
-            given: list[Node] = []
+            given: dict[Node, _Value] = {}
             try:
                 key = n.op, n.target, self._described((args, kwargs), given, [])
                 known = self._known.get(key)
@@ -144,18 +144,17 @@ class Expander(Interpreter):
             self._storages[StorageWeakRef(made.untyped_storage())] = value.memory
         return value.own
 
-    def _described(self, arg: Any, given: list[Node], memories: list[int]) -> Any:
+    def _described(self, arg: Any, given: dict[Node, _Value], memories: list[int]) -> Any:
         """A key of arguments: constants, sizes, layouts, and which tensors are one, or share memory.
 
         Raises:
             TypeError: there is none.
         """
         if isinstance(arg, _Value):
-            node = self._node(arg)
-            for known, each in ((given, node), (memories, arg.memory)):
-                if each not in known:
-                    known.append(each)  # type: ignore[attr-defined]
-            return _Value, given.index(node), memories.index(arg.memory), arg.layout()
+            given.setdefault(self._node(arg), arg)
+            if arg.memory not in memories:
+                memories.append(arg.memory)
+            return _Value, list(given).index(arg.node), memories.index(arg.memory), arg.layout()
         if isinstance(arg, Tensor):
             raise TypeError("a constant tensor")
         if isinstance(arg, _NUMBERS):
@@ -170,7 +169,7 @@ class Expander(Interpreter):
 
     # ---- calls
 
-    def _first(self, node: Node, args: Any, kwargs: Any, key: Any, given: list[Node]) -> Any:
+    def _first(self, node: Node, args: Any, kwargs: Any, key: Any, given: dict[Node, _Value]) -> Any:
         graph = self._tracer.graph
         last = graph._root.prev
         result = getattr(self, node.op)(node.target, *(map_aggregate(each, self._tensor) for each in (args, kwargs)))
@@ -182,7 +181,7 @@ class Expander(Interpreter):
                 self.memory[last] = self._number(last.meta["val"])
         result = tree_map(self._wrapped, result)
         if key is not None:
-            expansion = self._expansion(given, made, result)
+            expansion = self._expansion(list(given), made, result)
             if expansion is not None:
                 self._known[key] = expansion
         return result
@@ -207,9 +206,11 @@ class Expander(Interpreter):
         places = {self.memory[node]: -1 - index for index, node in reversed([*enumerate(kept)]) if node in self.memory}
         places.update({self.memory[node]: index for index, node in reversed([*enumerate(given)])})
         memory = [places[self.memory[node]] if node in self.memory else -1 - i for i, node in enumerate(kept)]
-        return _Expansion(list(given), kept, memory, result)
+        # The values themselves may be written to, also to their shape.
+        found = tree_map(lambda each: _Value(each.node, each.node.meta["val"], each.memory), result)
+        return _Expansion(given, kept, memory, found)
 
-    def _again(self, known: _Expansion, given: list[Node]) -> Any:
+    def _again(self, known: _Expansion, given: dict[Node, _Value]) -> Any:
         nodes = dict(zip(known.given, given, strict=True))
         graph, meta = self._tracer.graph, get_current_meta()
         place = {name: meta[name] for name in _PLACE if name in meta}
@@ -220,7 +221,9 @@ class Expander(Interpreter):
                 shown = nodes[known.given[memory] if memory >= 0 else known.made[-1 - memory]]
                 self.memory[copy] = next(self._numbers) if shown is copy else self.memory[shown]
         self.copied += 1
-        return tree_map(lambda each: self._like(each, nodes[each.node]), known.result)
 
-    def _like(self, value: _Value, node: Node) -> _Value:
-        return _Value(node, value.example, self.memory[node])
+        def value(each: _Value) -> _Value:
+            node = nodes[each.node]  # one of the tensors that were given, where nothing was to do
+            return given[node] if node in given else _Value(node, each.example, self.memory[node])
+
+        return tree_map(value, known.result)

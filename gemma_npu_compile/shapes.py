@@ -244,7 +244,7 @@ def plan_step(
     cache = PagedKVCache(
         target.config, max_rows=max_rows, max_model_len=max_model_len, dtype=target.dtype, device=target.device
     )
-    step = DraftVerifyStep(target, assistant, cache, num_draft_tokens)
+    step = DraftVerifyStep(target, assistant, cache, num_draft_tokens, regions=True)
     inputs = step.token_padding[:2], step.hidden_padding[:2], cache.padding_lens[:2], cache.host_padding_lens[:2]
     token, hidden, seq_len, host_len = (each.clone() for each in inputs)
     tables = tuple(table[:2].clone() for table in cache.padding_tables)

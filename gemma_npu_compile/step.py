@@ -1,5 +1,6 @@
 """One draft-plus-verify step of Gemma 4 MTP speculative decoding, as one traceable function."""
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from gemma_npu_compile.kv_cache import PagedKVCache
 from gemma_npu_compile.kv_groups import MAX_QUERY_LEN
 from gemma_npu_compile.models import PagedContext, check_pair, check_target, shadow, text_model
 from gemma_npu_compile.ops import host_mirror, row_padding, slot_mapping
+from gemma_npu_compile.regions import CALL
 from gemma_npu_compile.sampling import Draws, sample
 
 
@@ -65,6 +67,17 @@ def mark_rows(*inputs: Tensor | tuple[Tensor, ...]) -> None:
             torch._dynamo.mark_dynamic(each, 0)
 
 
+_numbers = itertools.count()
+
+
+# Any two calls of one step are alike; without a key, Dynamo finds side effects in transformers and traces each call.
+@torch.compiler.nested_compile_region(reuse_hash_fn=lambda step, *_: step.number)
+def _draft_region(
+    step: "DraftVerifyStep", token: Tensor, hidden: Tensor, seq_len: Tensor, tables: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    return step.draft_once(f"draft.{CALL}/assistant", token, hidden, seq_len, tables)
+
+
 class DraftVerifyStep(nn.Module):
     """Draft ``num_draft_tokens`` tokens with the assistant, verify them with the target, accept them row by row.
 
@@ -81,6 +94,8 @@ class DraftVerifyStep(nn.Module):
         num_draft_tokens: drafts per step, 0 to 16.
         return_logits: also return the logits of drafts and verification.
         return_states: also return logits and hidden states of the verification, for an acceptance outside.
+        regions: trace one drafting iteration for all of them (``torch.compiler.nested_compile_region``), which this
+            backend writes out again. Off for other backends: they are given plain PyTorch.
 
     Raises:
         ValueError: the pair does not fit, with every differing value; or a number is out of range.
@@ -100,8 +115,10 @@ class DraftVerifyStep(nn.Module):
         *,
         return_logits: bool = False,
         return_states: bool = False,
+        regions: bool = False,
     ) -> None:
         super().__init__()
+        self.number, self.regions = next(_numbers), regions
         check_target(target)
         smallest = 0 if assistant is None else 1
         if not isinstance(num_draft_tokens, int) or not smallest <= num_draft_tokens <= MAX_QUERY_LEN - 1:
@@ -160,25 +177,34 @@ class DraftVerifyStep(nn.Module):
         )
         return output.last_hidden_state
 
+    def draft_once(
+        self, site: str, token: Tensor, hidden: Tensor, seq_len: Tensor, tables: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One iteration: hidden states ``(rows, hidden)``, logits ``(rows, vocab)`` and the next token ``(rows,)``."""
+        pools = self.cache.key_pools, self.cache.value_pools
+        shared = {kind: (pools[0][owner], pools[1][owner]) for kind, owner in self.cache.owners.items()}
+        embeds = torch.cat([self.embed_tokens(token), hidden], dim=-1).unsqueeze(1)
+        paged = PagedContext(site, self.draft_groups, tables, seq_len, extra_window=1)
+        position = seq_len.long().unsqueeze(1)
+        assistant: Any = self.assistant
+        output = assistant(
+            inputs_embeds=embeds, position_ids=position, shared_kv_states=shared, use_cache=False, paged=paged
+        )
+        logits = output.logits[:, 0]
+        return output.last_hidden_state[:, 0], logits, logits.argmax(-1)
+
     def draft(
         self, token: Tensor, hidden: Tensor, seq_len: Tensor, tables: tuple[Tensor, ...]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """``k`` draft tokens ``(rows,)`` and their logits ``(rows, vocab)``."""
-        pools = self.cache.key_pools, self.cache.value_pools
-        shared = {kind: (pools[0][owner], pools[1][owner]) for kind, owner in self.cache.owners.items()}
-        position = seq_len.long().unsqueeze(1)
         drafts: list[Tensor] = []
         logits: list[Tensor] = []
-        assistant: Any = self.assistant
         for i in range(self.num_draft_tokens):
-            embeds = torch.cat([self.embed_tokens(token), hidden], dim=-1).unsqueeze(1)
-            paged = PagedContext(f"draft.{i}/assistant", self.draft_groups, tables, seq_len, extra_window=1)
-            output = assistant(
-                inputs_embeds=embeds, position_ids=position, shared_kv_states=shared, use_cache=False, paged=paged
-            )
-            hidden = output.last_hidden_state[:, 0]
-            logits.append(output.logits[:, 0])
-            token = logits[-1].argmax(-1)
+            if self.regions and self.num_draft_tokens > 1:  # Dynamo writes out what is called once, with its {call}
+                hidden, scores, token = _draft_region(self, token, hidden, seq_len, tables)
+            else:
+                hidden, scores, token = self.draft_once(f"draft.{i}/assistant", token, hidden, seq_len, tables)
+            logits.append(scores)
             drafts.append(token)
         return drafts, logits
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+from torch.fx import GraphModule, Node
 from transformers import PreTrainedModel
 from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4ForCausalLM
@@ -156,6 +157,42 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+def graph_structure(gm: GraphModule) -> list[Any]:
+    """The graph without its names."""
+    order = {node: index for index, node in enumerate(gm.graph.nodes)}
+
+    def operands(node: Node) -> list[str]:
+        """In the order of the operator's arguments, given by name or not."""
+        names = [each.name for each in getattr(node.target, "_schema", torch.ops.aten.abs.default._schema).arguments]
+        given = sorted(node.kwargs.items(), key=lambda each: names.index(each[0]) if each[0] in names else -1)
+        plain = torch.fx.node.map_arg((*node.args, *(each for _, each in given)), lambda each: f"%{order[each]}")
+        return [str(each) for each in plain]
+
+    return [
+        (node.op, str(node.target) if node.op == "call_function" else "", operands(node)) for node in gm.graph.nodes
+    ]
+
+
+def source_places(gm: GraphModule) -> list[tuple[str, str]]:
+    """Source line and module of every operator."""
+    stacks = [(n.meta.get("stack_trace") or "", n.meta.get("nn_module_stack") or {}) for n in gm.graph.nodes]
+    return [
+        (trace.strip().splitlines()[-1] if trace else "", str(list(stack.values())[-1:])) for trace, stack in stacks
+    ]
+
+
+@pytest.fixture(scope="session")
+def structure() -> Callable[[GraphModule], list[Any]]:
+    """:func:`graph_structure`."""
+    return graph_structure
+
+
+@pytest.fixture(scope="session")
+def places() -> Callable[[GraphModule], list[tuple[str, str]]]:
+    """:func:`source_places`."""
+    return source_places
 
 
 @pytest.fixture(scope="session")

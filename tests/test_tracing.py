@@ -23,30 +23,6 @@ def _clean(fresh_dynamo: None) -> Iterator[None]:
         yield
 
 
-def structure(gm: GraphModule) -> list[Any]:
-    """The graph without its names."""
-    order = {node: index for index, node in enumerate(gm.graph.nodes)}
-
-    def operands(node: Node) -> list[str]:
-        """In the order of the operator's arguments, given by name or not."""
-        names = [each.name for each in getattr(node.target, "_schema", torch.ops.aten.abs.default._schema).arguments]
-        given = sorted(node.kwargs.items(), key=lambda each: names.index(each[0]) if each[0] in names else -1)
-        plain = torch.fx.node.map_arg((*node.args, *(each for _, each in given)), lambda each: f"%{order[each]}")
-        return [str(each) for each in plain]
-
-    return [
-        (node.op, str(node.target) if node.op == "call_function" else "", operands(node)) for node in gm.graph.nodes
-    ]
-
-
-def places(gm: GraphModule) -> list[tuple[str, str]]:
-    """Source line and module of every operator."""
-    stacks = [(n.meta.get("stack_trace") or "", n.meta.get("nn_module_stack") or {}) for n in gm.graph.nodes]
-    return [
-        (trace.strip().splitlines()[-1] if trace else "", str(list(stack.values())[-1:])) for trace, stack in stacks
-    ]
-
-
 def compiled(fn: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, Backend]:
     backend = Backend()
     run = torch.compile(fn, backend=backend, fullgraph=True, options={"platform": "cpu", "cache": False, **options})
@@ -61,7 +37,9 @@ def rows(count: int = 2) -> Tensor:
 
 @pytest.mark.parametrize("platform", ["cpu", "ascend910b"])
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
-def test_the_final_graph_of_a_step_is_the_one_aot_leads_to(pair, monkeypatch, platform, kind) -> None:
+def test_the_final_graph_of_a_step_is_the_one_aot_leads_to(
+    pair, structure, places, monkeypatch, platform, kind
+) -> None:
     """Operators, operands, plan, source lines, modules."""
     found = []
     for aot in (False, True):

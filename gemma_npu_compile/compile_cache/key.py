@@ -40,7 +40,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-_TRACING = ("backend.py", "tracing.py")
+_TRACING = ("backend.py", "expansion.py", "regions.py", "tracing.py")
 
 
 @functools.cache
