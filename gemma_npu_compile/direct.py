@@ -5,8 +5,10 @@ long as the step. An engine calls one function with arguments it makes itself, s
 the runner's arguments are its own, and compare the rest, cheaply, with what they were.
 """
 
+import operator
 import weakref
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,10 +31,20 @@ class TappedRunner(GraphRunner):
         return results
 
 
-def _held(step: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    """All weights, and the step's own attributes."""
-    dicts = [d for module in step.modules() for d in (module._parameters, module._buffers)] + [vars(step)]
-    return [(d, name, tensor) for d in dicts for name, tensor in d.items()]
+class _Held:
+    """All weights of a step, and its own attributes: every call asks whether they are still the same objects."""
+
+    def __init__(self, step: nn.Module) -> None:
+        kept = [d for module in step.modules() for d in (module._parameters, module._buffers) if d]
+        self._dicts: list[dict[str, Any]] = [*kept, vars(step)]  # type: ignore[list-item]
+        self._objects = self._now()
+
+    def _now(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._dicts)))
+
+    def same(self) -> bool:
+        now = self._now()
+        return len(now) == len(self._objects) and all(map(operator.is_, now, self._objects))
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
@@ -83,7 +95,7 @@ class DirectCall:
     ) -> None:
         self._runner, self._template = weakref.ref(runner), list(given)
         self._device = runner.plan.device.type
-        self._held = _held(step)
+        self._held = _Held(step)
         positions = _positions(runner, given, leaves) if runner.plan.rows is not None else None
         outputs = [next((i for i, r in enumerate(results) if r is each), None) for each in output]
         self._outputs = [index for index in outputs if index is not None]
@@ -106,7 +118,7 @@ class DirectCall:
             and not torch.is_autocast_enabled(self._device)
             and not torch._C._len_torch_dispatch_stack()
             and not torch._C._len_torch_function_stack()
-            and all(d.get(name) is tensor for d, name, tensor in self._held)
+            and self._held.same()
         )
 
     def takes(self, rows: int) -> bool:

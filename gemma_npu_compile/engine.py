@@ -118,8 +118,6 @@ class Engine:
             self._runs[kind] = run
         return self._runs[kind]
 
-    @torch.inference_mode(False)
-    @torch.no_grad()  # leaving inference mode turns gradients on, which the compiled code guards on
     def warm_up(self, kind: Kind = "greedy") -> None:
         """Compile and capture, on padded rows only: no request's block is touched. Done once (and after a reset).
 
@@ -129,8 +127,12 @@ class Engine:
         """
         run = self._run(kind)
         known = run.warm == run.backend.resets and run.runners  # Dynamo tells a backend of one reset, not of a second
-        if not self.compiled or known:
-            return
+        if self.compiled and not known:
+            self._compile(run, kind)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()  # leaving inference mode turns gradients on, which the compiled code guards on
+    def _compile(self, run: "_Run", kind: Kind) -> None:
         step, cache = self.step, self.cache
         inputs = step.token_padding, step.hidden_padding, cache.padding_lens, cache.host_padding_lens
         token, hidden, seq_len, host_len = (each[:2].clone() for each in inputs)

@@ -35,7 +35,10 @@ class Output:
         """``result`` without padded rows, a view; ``values`` are the call's own."""
         if self.dtype is None:
             return evaluate(self.shape[0], values) if self.shape else result
-        return result[tuple(slice(0, evaluate(d, values)) for d in self.shape)]
+        for axis, size in enumerate(self.shape):
+            if not isinstance(size, int):
+                result = result.narrow(axis, 0, evaluate(size, values))
+        return result
 
 
 @dataclass(frozen=True)

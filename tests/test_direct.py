@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import gemma_npu_compile as gnc
+from gemma_npu_compile.direct import _Held
 from gemma_npu_compile.errors import ReplayError
 
 PROMPT = torch.tensor([3, 1, 4, 1, 5])
@@ -77,6 +78,23 @@ def test_a_replaced_weight_is_seen(own, calls):
         head.weight = kept
     assert steps(own, 3) == before
     assert calls == [2], "with the weight back, the direct way is right again"
+
+
+def test_whatever_a_step_holds_must_stay() -> None:
+    """Weights, buffers and attributes: replaced, taken away, or added."""
+    step = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    held = _Held(step)
+    assert held.same()
+    for owner, name in ((step[0]._parameters, "bias"), (step[1]._buffers, "running_var"), (vars(step), "training")):
+        kept = owner.pop(name)
+        assert not held.same(), name
+        owner[name] = kept.clone() if isinstance(kept, torch.Tensor) else None
+        assert not held.same(), name
+        owner[name] = kept
+        assert held.same(), name
+    step[0].register_buffer("other", None)
+    step.extra = 1
+    assert not held.same()
 
 
 def test_modes_go_through_dynamo(own, calls):
