@@ -86,14 +86,14 @@ def test_whatever_a_step_holds_must_stay() -> None:
     held = _Held(step)
     assert held.same()
     for owner, name in ((step[0]._parameters, "bias"), (step[1]._buffers, "running_var"), (vars(step), "training")):
-        kept = owner.pop(name)
-        assert not held.same(), name
+        kept = owner[name]
         owner[name] = kept.clone() if isinstance(kept, torch.Tensor) else None
         assert not held.same(), name
         owner[name] = kept
         assert held.same(), name
-    step[0].register_buffer("other", None)
-    step.extra = 1
+    vars(step)["extra"] = 1
+    assert not held.same()
+    del vars(step)["extra"], step[0].bias
     assert not held.same()
 
 
