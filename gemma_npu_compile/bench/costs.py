@@ -104,6 +104,14 @@ def _layers(config: Any) -> list[Geometry]:
     return found
 
 
+def most_read(target: PreTrainedModel, context: int) -> tuple[int, int, int, int]:
+    """Of the layers that read most keys and values together: query heads, kv heads, head size, keys a row sees."""
+    counted = Counter(_layers(target.config.get_text_config()))
+    seen = {geometry: min(context, geometry[-1] or context) for geometry in counted}
+    most = max(counted, key=lambda each: counted[each] * each[2] * each[3] * seen[each])
+    return *most[1:4], seen[most]
+
+
 def _attention(layers: Counter[Geometry], label: str, seen: sympy.Expr, queries: sympy.Expr | int, more: Any) -> Any:
     """Keys read and multiplications of one pass: ``(key and value elements, flops, numbers)``."""
     elements, flops = sympy.Integer(0), sympy.Integer(0)

@@ -37,7 +37,7 @@ def copy_gbps(nbytes: int = BUFFER) -> float:
 
 
 def read_gbps(nbytes: int = BUFFER) -> float:
-    """Read bandwidth in GB/s of a sum over float32, with torch's threads: what a step does to its weights."""
+    """Read bandwidth in GB/s of a sum over float32, with torch's threads."""
     source = torch.ones(nbytes // 4)
     return nbytes / _seconds(source.sum) / 1e9
 
@@ -53,6 +53,28 @@ def product_gbps(rows: int, dtype: torch.dtype, platform: str, nbytes: int = BUF
     return weight.nbytes / _seconds(lambda: linear(x, weight)) / 1e9
 
 
+def attention_gbps(
+    queries: int, geometry: tuple[int, int, int, int], dtype: torch.dtype, platform: str, nbytes: int = BUFFER // 4
+) -> float:
+    """GB/s at which attention of ``queries`` queries a row reads keys and values from memory, arithmetic included; on
+    the CPU platform with its own kernel.
+
+    Args:
+        geometry: query heads, kv heads, head size, keys of a row.
+        nbytes: of the keys and values read: as many rows as that takes.
+    """
+    heads, kv_heads, width, keys = geometry
+    block, taken = 128, -(-keys // 128)
+    rows = max(1, nbytes // (2 * taken * block * kv_heads * width * dtype.itemsize))
+    key, value = (torch.full((rows * taken, block, kv_heads, width), x, dtype=dtype) for x in (0.01, 1.0))
+    table = torch.arange(rows * taken, dtype=torch.int32).view(rows, taken)
+    lengths = torch.full((rows,), keys, dtype=torch.int32)
+    query = torch.ones(rows * queries, heads, width, dtype=dtype)
+    operators: Any = torch.ops.gemma_npu_cpu if platform == "cpu" else torch.ops.gemma_npu
+    seconds = _seconds(lambda: operators.paged_attention(query, key, value, table, lengths, width**-0.5))
+    return 2 * rows * keys * kv_heads * width * dtype.itemsize / seconds / 1e9
+
+
 @dataclass(frozen=True)
 class Rates:
     """What a machine does, measured in the run that uses it.
@@ -60,6 +82,7 @@ class Rates:
     Attributes:
         copy: bytes read and written by a copy; ``read``: bytes read by a sum; both GB/s.
         verify, draft: weights read by products of as many rows as a verification and a draft have, GB/s.
+        attend_verify, attend_draft: keys and values read by attention of as many queries a row, GB/s.
         gflops: of a large float32 product.
     """
 
@@ -67,13 +90,16 @@ class Rates:
     read: float
     verify: float
     draft: float
+    attend_verify: float
+    attend_draft: float
     gflops: float
 
 
-def rates(rows: int, drafts: int, dtype: torch.dtype, platform: str) -> Rates:
-    """Of this machine, for steps of ``rows`` rows with ``drafts`` drafts."""
-    verify, draft = (product_gbps(each, dtype, platform) for each in (rows * (1 + drafts), rows))
-    return Rates(copy_gbps(), read_gbps(), verify, draft, gflops())
+def rates(rows: int, drafts: int, geometry: tuple[int, int, int, int], dtype: torch.dtype, platform: str) -> Rates:
+    """Of this machine, for steps of ``rows`` rows with ``drafts`` drafts; ``geometry`` as in :func:`attention_gbps`."""
+    products = [product_gbps(each, dtype, platform) for each in (rows * (1 + drafts), rows)]
+    attention = [attention_gbps(each, geometry, dtype, platform) for each in (1 + drafts, 1)]
+    return Rates(copy_gbps(), read_gbps(), *products, *attention, gflops())
 
 
 def gflops(size: int = 1024) -> float:

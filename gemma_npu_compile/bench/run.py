@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from gemma_npu_compile.bench.costs import Costs, costs_of
+from gemma_npu_compile.bench.costs import Costs, costs_of, most_read
 from gemma_npu_compile.bench.machine import Rates, rates
 from gemma_npu_compile.bench.measure import Measured, differences, hidden_gap, prepare, ratios, run_rounds
 from gemma_npu_compile.bench.peers import makers
@@ -40,19 +40,20 @@ def _wrong(work: Work, found: Mapping[str, Measured]) -> list[str]:
 def roofline(costs: Costs, drafts: int, lengths: list[list[int]], step_ms: float, machine: Rates) -> dict[str, Any]:
     """Bytes a step has to read, against what the machine copies in that time; and the time the cost model expects.
 
-    It expects every weight at the rate products of so many rows read one, keys and values at the rate of a sum.
+    It expects weights at the rate products of so many rows read them, keys and values at that of so many queries.
 
     Args:
         lengths: tokens in the cache at each step of a round, row by row.
     """
     rows = len(lengths[0])
     weights = costs.weights(rows, 0, drafts)
-    known: dict[int, float] = {n: costs.kv(1, n, drafts) for step in lengths for n in step}
-    kv = sum(known[n] for step in lengths for n in step) / len(lengths)
+    read = {n: (costs.kv(1, n, drafts), costs.kv(1, n + drafts, 0)) for step in lengths for n in step}
+    kv, seen = (sum(read[n][i] for step in lengths for n in step) / len(lengths) for i in range(2))
     middle = sum(map(sum, lengths)) // (rows * len(lengths))
     flops = costs.flops(rows, middle, drafts)
     seconds, total, verified = step_ms / 1e3, weights + kv, costs.weights(rows, 0, 0)
-    predicted = (verified / machine.verify + (weights - verified) / machine.draft + kv / machine.read) / 1e9
+    predicted = verified / machine.verify + (weights - verified) / machine.draft
+    predicted = (predicted + seen / machine.attend_verify + (kv - seen) / machine.attend_draft) / 1e9
     return {
         "bytes_per_step": round(total),
         "weight_bytes": round(weights),
@@ -62,6 +63,8 @@ def roofline(costs: Costs, drafts: int, lengths: list[list[int]], step_ms: float
         "read_gbps": machine.read,
         "verify_gbps": machine.verify,
         "draft_gbps": machine.draft,
+        "attend_verify_gbps": machine.attend_verify,
+        "attend_draft_gbps": machine.attend_draft,
         "gflops": machine.gflops,
         "fraction": total / seconds / 1e9 / machine.copy,
         "predicted_ms": 1e3 * predicted,
@@ -115,7 +118,8 @@ def run_scenario(
     _warm_compilers(peers, platform)
     try:
         found = prepare(makers(work, peers, platform))
-        machine = rates(scenario.batch, work.drafts, work.target.dtype, platform)
+        geometry = most_read(work.target, work.model_len)
+        machine = rates(scenario.batch, work.drafts, geometry, work.target.dtype, platform)
         run_rounds(found, rounds, lambda done: say(f"{scenario.name}: round {done} of {rounds}"))
         return summary(scenario, work, found, _wrong(work, found), costs, machine)
     finally:

@@ -64,7 +64,7 @@ def fakes(monkeypatch, pair):
         monkeypatch.setattr(bench_run, "_warm_compilers", lambda peers, platform: None)
         monkeypatch.setattr(bench_run, "plain_greedy", lambda model, prompt, new, eos, pad: [1, 2, 3])
         monkeypatch.setattr(bench_run, "is_tie", lambda model, prefix, tokens: False)
-        monkeypatch.setattr(bench_run, "rates", lambda *scenario: Rates(20.0, 16.0, 5.0, 8.0, 50.0))
+        monkeypatch.setattr(bench_run, "rates", lambda *scenario: Rates(20.0, 16.0, 5.0, 8.0, 3.0, 4.0, 50.0))
         monkeypatch.setattr(restart, "restart", lambda *scenario: {"first_s": 8.0, "second_s": 2.0, "ratio": 0.25})
 
     eos, tokens = pair[0].generation_config.eos_token_id, pair[1].generation_config.to_dict()

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from gemma_npu_compile.bench.costs import costs_of
+from gemma_npu_compile.bench.costs import costs_of, most_read
 from gemma_npu_compile.bench.machine import Rates
 from gemma_npu_compile.bench.run import roofline
 from gemma_npu_compile.shapes import build
@@ -103,13 +103,27 @@ def test_a_formula_shows_its_symbols_its_numbers_and_what_they_make(pair):
 def test_roofline_averages_over_the_steps_of_a_round(pair):
     costs = costs_of(*pair)
     lengths = [[10, 30], [12, 34]]
-    rates = Rates(copy=20.0, read=16.0, verify=5.0, draft=8.0, gflops=50.0)
+    rates = Rates(copy=20.0, read=16.0, verify=5.0, draft=8.0, attend_verify=3.0, attend_draft=4.0, gflops=50.0)
     found = roofline(costs, 3, lengths, 2.0, rates)
     kv = sum(costs.kv(1, n, 3) for step in lengths for n in step) / 2
     total = costs.weights(2, 0, 3) + kv
     assert found["bytes_per_step"] == round(total)
     assert found["fraction"] == pytest.approx(total / 0.002 / 20e9)
     assert (found["verify_gbps"], found["draft_gbps"], found["flops"]) == (5.0, 8.0, round(costs.flops(2, 21, 3)))
-    seconds = 4 * TARGET / 5e9 + 3 * 4 * ASSISTANT / 8e9 + kv / 16e9
+    seen = sum(costs.kv(1, n + 3, 0) for step in lengths for n in step) / 2
+    assert 0 < seen < kv
+    seconds = 4 * TARGET / 5e9 + 3 * 4 * ASSISTANT / 8e9 + seen / 3e9 + (kv - seen) / 4e9
     assert found["predicted_ms"] == pytest.approx(1e3 * seconds)
     assert found["predicted_over_measured"] == pytest.approx(seconds / 0.002)
+
+
+def test_the_layers_that_read_most(pair):
+    """The full layer reads all keys; where all lie in the window, the more or wider heads decide."""
+    target = pair[0]
+    config = target.config.get_text_config()
+    geometries = {kind: config.per_layer_config[i] for i, kind in enumerate(config.layer_types)}
+    full, sliding = geometries["full_attention"], geometries["sliding_attention"]
+    heads = config.num_attention_heads
+    assert most_read(target, 4096) == (heads, full.num_key_value_heads, full.head_dim, 4096)
+    short = max((sliding, full), key=lambda each: each.num_key_value_heads * each.head_dim)
+    assert most_read(target, 8) == (heads, short.num_key_value_heads, short.head_dim, 8)

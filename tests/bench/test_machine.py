@@ -37,8 +37,20 @@ def test_products_read_their_weight_with_the_kernel_a_step_would_take(ran, monke
         assert torch.equal(ran[-1], torch.full((rows, 3), 1024.0, dtype=torch.bfloat16))
     assert [len(x) for x in taken] == [65, 4]
     monkeypatch.setattr(machine, "product_gbps", lambda rows, dtype, platform: rows)
-    found = machine.rates(2, 3, torch.float32, "cpu")
+    monkeypatch.setattr(machine, "attention_gbps", lambda queries, *scenario: (queries, *scenario))
+    geometry = (4, 2, 16, 100)
+    found = machine.rates(2, 3, geometry, torch.float32, "cpu")
     assert (found.verify, found.draft) == (8, 2)
+    assert [found.attend_verify, found.attend_draft] == [(n, geometry, torch.float32, "cpu") for n in (4, 1)]
+
+
+def test_attention_reads_every_key_of_as_many_rows_as_asked_for(ran):
+    """4 rows of 200 keys and values: 2 heads of 16, float32, whole blocks of 128 laid out."""
+    size = 2 * 256 * 2 * 16 * 4
+    for platform in ("cpu", "ascend910b"):
+        rate = machine.attention_gbps(3, (4, 2, 16, 200), torch.float32, platform, 4 * size)
+        assert rate == pytest.approx(4 * size * 200 / 256 / 2 / 1e9)
+        torch.testing.assert_close(ran[-1], torch.ones(4 * 3, 4, 16))
 
 
 def test_seconds_are_a_median_behind_a_run_that_is_not_timed(monkeypatch):
