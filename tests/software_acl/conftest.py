@@ -1,4 +1,4 @@
-"""The fixture through which tests reach the software ACL, and the rule that CI may not skip them."""
+"""The fixtures through which tests reach the software ACL, and the rule that CI may not skip them."""
 
 import importlib.util
 import os
@@ -18,6 +18,12 @@ def _load(name: str) -> Any:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def counts() -> Any:
+    """The module ``counts.py``."""
+    return _load("counts")
 
 
 @pytest.fixture(scope="session")

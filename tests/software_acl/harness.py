@@ -59,7 +59,11 @@ class Trace:
     events: tuple[Mapping[str, Any], ...]
 
     def of(self, kind: str) -> list[Mapping[str, Any]]:
-        """Events of one kind: launch, capture_begin, capture_end, replay, replayed, update, sync, memcpy, error, ..."""
+        """Events of one kind: launch, capture_begin, capture_end, replay, replayed, update, sync, memcpy, error, ...
+
+        Written when a kernel runs, in a replay too: ``copy`` (bytes an operator moved) and ``attention`` (bytes of keys
+        and values it read, and from which blocks). ``queued``: whatever else but a kernel went to a stream.
+        """
         return [event for event in self.events if event["event"] == kind]
 
     def between(self, first: str, second: str) -> Trace:

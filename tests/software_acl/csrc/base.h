@@ -66,6 +66,7 @@ class SHARED Line {
   Line& text(const char* key, const std::string& value);
   Line& number(const char* key, int64_t value);
   Line& counts(const char* key, const std::map<std::string, int>& value);
+  Line& lists(const char* key, const std::vector<std::vector<int64_t>>& value);
 
  private:
   bool on_;
@@ -74,6 +75,8 @@ class SHARED Line {
 
 // ---- memory and streams ---------------------------------------------------------------------------------------------
 SHARED void* host_view(const void* address);  // where kernels find the bytes of a device address; else the address
+SHARED int64_t device_address(const void* view);  // the way back: what the program calls the memory a kernel sees
+SHARED uint32_t running_graph();                  // the graph whose replay this thread is running; 0 for none
 
 struct Task {
   std::string name;

@@ -19,6 +19,7 @@ Graphs& graphs() {
 }
 
 thread_local int thread_mode = kGlobal;
+thread_local uint32_t running = 0;
 
 std::map<std::string, int> count_tasks(const Graph& graph) {
   std::map<std::string, int> counts;
@@ -55,6 +56,10 @@ int fault_of(const Graph& graph, const Stream& origin) {
 
 void run(Graph& graph) {
   std::lock_guard<std::mutex> one_at_a_time(graph.execution);
+  struct Running {  // also when a kernel throws
+    explicit Running(uint32_t id) { running = id; }
+    ~Running() { running = 0; }
+  } here(graph.id);
   for (const auto& slot : graph.slots) {
     TaskRef task;
     {
@@ -76,6 +81,8 @@ std::map<uint32_t, std::shared_ptr<Graph>>& open_captures() {
   static auto* open = new std::map<uint32_t, std::shared_ptr<Graph>>;
   return *open;
 }
+
+uint32_t running_graph() { return running; }
 
 int count_graphs() {
   std::lock_guard<std::mutex> guard(capture_lock());

@@ -135,6 +135,13 @@ void* host_view(const void* address) {
   return on_device(address) ? memory().host + (bytes - memory().device) : bytes;
 }
 
+int64_t device_address(const void* view) {
+  const auto& m = memory();
+  const auto* bytes = static_cast<const char*>(view);
+  const bool inside = bytes >= m.host && bytes < m.host + m.span;
+  return reinterpret_cast<int64_t>(inside ? m.device + (bytes - m.host) : bytes);
+}
+
 bool is_pinned(const void* address) {
   auto& m = memory();
   std::lock_guard<std::mutex> guard(m.lock);

@@ -49,6 +49,11 @@ struct AclScalars {
 
 at::ScalarType dtype_of(int acl_type);
 
+// What an operator that only moves elements has moved, written when it runs, eagerly or in a replay.
+inline void note_copy(const char* op, const Tensor& to) {
+  Line("copy").text("op", op).number("bytes", to.nbytes()).number("graph", running_graph());
+}
+
 // The C type that stands for T in an aclnn signature, and the conversion to T.
 template <class T>
 struct Abi {

@@ -53,6 +53,12 @@ Tensor part(const Tensor& t, const std::string& layout, int64_t row, int64_t beg
   throw std::runtime_error("layout " + layout);
 }
 
+// Blocks of a paged cache that one request's keys are read from, in the order of its table.
+Tensor blocks_of(const Attention& a, int64_t row) {
+  const int64_t used = (kv_length(a, row) + a.block_size - 1) / a.block_size;
+  return a.block_table[row].narrow(0, 0, used).to(at::kLong);
+}
+
 Tensor cached(const Attention& a, const Tensor& cache, int64_t row) {
   const int64_t length = kv_length(a, row), heads = a.kv_count();
   if (!a.paged()) {
@@ -60,10 +66,8 @@ Tensor cached(const Attention& a, const Tensor& cache, int64_t row) {
     return part(cache, a.query_layout(), row, cumulative ? (*a.kv_lengths)[row - 1] : 0, length, heads);
   }
   Tensor blocks = cache.dim() == 4 ? cache : cache.view({cache.size(0), cache.size(1), heads, -1}).transpose(1, 2);
-  const int64_t used = (length + a.block_size - 1) / a.block_size;
-  Tensor ids = a.block_table[row].narrow(0, 0, used).to(at::kLong);
-  Tensor found = blocks.index_select(0, ids);  // (used, heads, block_size, head size); an id out of range throws
-  return found.transpose(0, 1).reshape({heads, used * a.block_size, found.size(3)}).narrow(1, 0, length);
+  Tensor found = blocks.index_select(0, blocks_of(a, row));  // (used, heads, block_size, head size); a wrong id throws
+  return found.transpose(0, 1).reshape({heads, found.size(0) * a.block_size, found.size(3)}).narrow(1, 0, length);
 }
 
 // The part of an explicit mask that concerns one request.
@@ -93,6 +97,8 @@ Tensor hidden(const Attention& a, int64_t row, int64_t queries, int64_t keys, in
 
 void run_attention(const Attention& a) {
   const Shape s = shape_of(a);
+  std::vector<std::vector<int64_t>> read(a.paged() ? s.batch : 0);  // blocks, row by row
+  int64_t bytes = 0;
   const int64_t group = a.heads / a.kv_count();
   const double nothing_seen = a.inner_precise >= 2 ? 0.0 : std::numeric_limits<double>::quiet_NaN();
   for (int64_t row = 0; row < s.batch; ++row) {
@@ -102,8 +108,16 @@ void run_attention(const Attention& a) {
     if (length < out.size(1) || keys == 0) out.zero_();
     if (length == 0 || keys == 0) continue;
     Tensor q = part(a.query, a.query_layout(), row, begin, length, a.heads).to(at::kFloat);
-    Tensor k = cached(a, a.keys[0], row).to(at::kFloat).repeat_interleave(group, 0);
-    Tensor v = cached(a, a.values[0], row).to(at::kFloat).repeat_interleave(group, 0);
+    Tensor k = cached(a, a.keys[0], row), v = cached(a, a.values[0], row);
+    if (a.paged()) {
+      Tensor ids = blocks_of(a, row);
+      read[row].assign(ids.data_ptr<int64_t>(), ids.data_ptr<int64_t>() + ids.numel());
+      bytes += ids.numel() * static_cast<int64_t>(a.keys[0][0].nbytes() + a.values[0][0].nbytes());
+    } else {
+      bytes += static_cast<int64_t>(k.nbytes() + v.nbytes());
+    }
+    k = k.to(at::kFloat).repeat_interleave(group, 0);
+    v = v.to(at::kFloat).repeat_interleave(group, 0);
     Tensor scores = at::matmul(q, k.transpose(1, 2)) * a.scale;
     Tensor mask = hidden(a, row, length, keys, s.queries);
     if (mask.defined()) scores.masked_fill_(mask, -std::numeric_limits<float>::infinity());
@@ -118,6 +132,8 @@ void run_attention(const Attention& a) {
       a.lse[row].narrow(1, 0, length).copy_(lse);
     }
   }
+  Line("attention").number("queries", s.queries).number("keys", device_address(a.keys[0].data_ptr()))
+      .number("bytes", bytes).lists("blocks", read).number("graph", running_graph());
 }
 
 }  // namespace software_acl

@@ -27,6 +27,7 @@ Tensor wide(const Tensor& index) { return index.scalar_type() == at::kLong ? ind
 OP(aclnnEmbedding, [](Tensor weight, Tensor ids, Tensor out) { out.copy_(at::embedding(weight, wide(ids))); })
 OP(aclnnIndexSelect, [](Tensor a, int64_t dim, Tensor index, Tensor out) {
   out.copy_(at::index_select(a, dim, wide(index)));
+  note_copy("aclnnIndexSelect", out);
 })
 OP(aclnnGather, [](Tensor a, int64_t dim, Tensor index, Tensor out) { out.copy_(at::gather(a, dim, wide(index))); })
 // An absent index and one without entries look the same, but with the latter there is nothing to compute.
@@ -72,7 +73,10 @@ OP(aclnnIsInTensorScalar, [](Tensor a, Scalar one, bool unique, bool invert, Ten
 })
 OP(aclnnInplaceMaskedFillScalar, [](Tensor a, Tensor mask, Scalar value) { a.masked_fill_(mask, value); })
 OP(aclnnInplaceMaskedFillTensor, [](Tensor a, Tensor mask, Tensor value) { a.masked_fill_(mask, value.item()); })
-OP(aclnnCat, [](Tensors all, int64_t dim, Tensor out) { out.copy_(at::cat(all, dim)); })
+OP(aclnnCat, [](Tensors all, int64_t dim, Tensor out) {
+  out.copy_(at::cat(all, dim));
+  note_copy("aclnnCat", out);
+})
 OP(aclnnStack, [](Tensors all, int64_t dim, Tensor out) { out.copy_(at::stack(all, dim)); })
 OP(aclnnRepeat, [](Tensor a, Ints times, Tensor out) { out.copy_(a.repeat(*times)); })
 OP(aclnnRepeatInterleaveInt, [](Tensor a, int64_t times, int64_t, Tensor out) {

@@ -113,7 +113,10 @@ OP(aclnnClampTensor, [](Tensor a, Tensor lo, Tensor hi, Tensor out) {
 })
 OP(aclnnSWhere, [](Tensor condition, Tensor a, Tensor b, Tensor out) { out.copy_(at::where(condition, a, b)); })
 
-OP(aclnnInplaceCopy, [](Tensor to, Tensor from) { to.copy_(from); })
+OP(aclnnInplaceCopy, [](Tensor to, Tensor from) {
+  to.copy_(from);
+  note_copy("aclnnInplaceCopy", to);
+})
 OP(aclnnCast, [](Tensor a, Dtype, Tensor out) { out.copy_(a); })
 OP(aclnnInplaceFillScalar, [](Tensor a, Scalar value) { a.fill_(value); })
 OP(aclnnInplaceFillTensor, [](Tensor a, Tensor value) { a.fill_(value.item()); })
@@ -136,7 +139,10 @@ OP(aclnnSoftmax, [](Tensor a, int64_t dim, Tensor out) {
 OP(aclnnLogSoftmax, [](Tensor a, int64_t dim, Tensor out) { out.copy_(at::log_softmax(a, dim, out.scalar_type())); })
 
 OP(aclnnForeachCopy, [](Tensors from, Tensors to) {
-  for (size_t i = 0; i < to.size(); ++i) to[i].copy_(from[i]);
+  for (size_t i = 0; i < to.size(); ++i) {
+    to[i].copy_(from[i]);
+    note_copy("aclnnForeachCopy", to[i]);
+  }
 })
 OP(aclnnForeachZeroInplace, [](Tensors all) {
   for (Tensor& each : all) each.zero_();

@@ -127,7 +127,11 @@ int submit(Stream* stream, Task task) {
       }
     }
   }
-  if (shared->kernel) Line("launch").text("op", shared->name).number("stream", stream->id);
+  if (shared->kernel) {
+    Line("launch").text("op", shared->name).number("stream", stream->id);
+  } else {
+    Line("queued").text("task", shared->name).number("stream", stream->id);
+  }
   enqueue(stream, shared);
   return kOk;
 }

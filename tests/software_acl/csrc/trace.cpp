@@ -83,6 +83,18 @@ Line& Line::counts(const char* key, const std::map<std::string, int>& value) {
   return *this;
 }
 
+Line& Line::lists(const char* key, const std::vector<std::vector<int64_t>>& value) {
+  if (!on_) return *this;
+  out_ << ", " << quoted(key) << ": [";
+  for (size_t i = 0; i < value.size(); ++i) {
+    out_ << (i == 0 ? "[" : ", [");
+    for (size_t j = 0; j < value[i].size(); ++j) out_ << (j == 0 ? "" : ", ") << value[i][j];
+    out_ << "]";
+  }
+  out_ << "]";
+  return *this;
+}
+
 void flush_trace() {
   std::lock_guard<std::mutex> guard(trace_file().lock);
   if (trace_file().file != nullptr) std::fflush(trace_file().file);
