@@ -50,38 +50,51 @@ struct Attention {
     }
 };
 
-// Adds J values, weighted, to the sums of every query, D vectors at a time.
-template <int J, int D, class T>
-inline void add_values(const T* const* values, const float* w, int64_t group, int64_t width, int64_t d, float* to) {
-    Vec v[J][D];
-    for (int j = 0; j < J; j++)
-        for (int i = 0; i < D; i++) v[j][i] = load(values[j] + d + i * LANES);
-    for (int64_t g = 0; g < group; g++) {
-        float* sums = to + g * width + d;
-        for (int i = 0; i < D; i++) {
-            Vec acc = load(sums + i * LANES);
-            for (int j = 0; j < J; j++) acc = fma(all(w[g * CHUNK + j]), v[j][i], acc);
-            store(sums + i * LANES, acc);
+constexpr int TURN = 32;  // keys whose values stay in the nearest cache until every query has added them
+
+// Adds `count` values, weighted, to the sums of G queries: 2 * LANES numbers of each, spread (linear.h).
+template <int G, class T>
+inline void add_values(const T* const* values, const float* w, int64_t count, int64_t width, int64_t d, float* to) {
+    Vec first[G], second[G], one, two;
+    for (int g = 0; g < G; g++) {
+        first[g] = load(to + g * width + d);
+        second[g] = load(to + g * width + d + LANES);
+    }
+    for (int64_t j = 0; j < count; j++) {
+        load_pair(values[j] + d, one, two);
+        for (int g = 0; g < G; g++) {
+            Vec weight = kept(all(w[g * CHUNK + j]));
+            first[g] = fma(weight, one, first[g]);
+            second[g] = fma(weight, two, second[g]);
         }
+    }
+    for (int g = 0; g < G; g++) {
+        store(to + g * width + d, first[g]);
+        store(to + g * width + d + LANES, second[g]);
     }
 }
 
-// Weighted sums of `count` values for every query: a few values at a time, from their first number to their last.
+// Spread weighted sums of `count` values for every query, from the first value to the last.
 template <class T>
 void weighted_sum(const T* const* values, const float* w, int64_t count, int64_t group, int64_t width, float* to) {
     for (int64_t i = 0; i < group * width; i += LANES) store(to + i, all(0));
-    int64_t j = 0;
-    for (; j + 4 <= count; j += 4) {
-        const T* const* next = values + std::min(j + 4, count - 4);
+    for (int64_t j = 0; j < count; j += TURN) {
+        const int64_t many = std::min<int64_t>(TURN, count - j), ahead = std::min(count, j + 2 * TURN);
         int64_t d = 0;
         for (; d + 2 * LANES <= width; d += 2 * LANES) {
-            for (int i = 0; i < 4; i++) __builtin_prefetch(next[i] + d);
-            add_values<4, 2>(values + j, w + j, group, width, d, to);
+            if (d * sizeof(T) % 64 == 0)
+                for (int64_t i = j + TURN; i < ahead; i++) __builtin_prefetch(values[i] + d);
+            int64_t g = 0;
+            for (; g + 4 <= group; g += 4)
+                add_values<4>(values + j, w + g * CHUNK + j, many, width, d, to + g * width);
+            for (; g < group; g++) add_values<1>(values + j, w + g * CHUNK + j, many, width, d, to + g * width);
         }
-        if (d < width) add_values<4, 1>(values + j, w + j, group, width, d, to);
+        for (int64_t g = 0; d < width && g < group; g++) {
+            Vec sums = load(to + g * width + d);
+            for (int64_t i = j; i < j + many; i++) sums = fma(all(w[g * CHUNK + i]), load(values[i] + d), sums);
+            store(to + g * width + d, sums);
+        }
     }
-    for (; j < count; j++)
-        for (int64_t d = 0; d < width; d += LANES) add_values<1, 1>(values + j, w + j, group, width, d, to);
 }
 
 // Scores, weights and weighted sum of one chunk for the queries of one kv head; not yet divided by the sum of weights.
@@ -208,12 +221,15 @@ void combine(const Word* a, Shared& shared, int t, int n) {
             total += scale[c] * part[group + g];
         }
         T* to = s.at<T>(a + 21, a[0], row, q, head);
-        for (int64_t d = 0; d < width; d += LANES) {
+        auto sum_of = [&](int64_t d) {
             Vec acc = all(0);
             for (int64_t c = 0; c < chunks; c++)
                 acc = fma(all(scale[c]), load(parts + c * s.partial() + 2 * group + g * width + d), acc);
-            store(to + d, total != 0 ? acc / all(total) : all(0));
-        }
+            return total != 0 ? acc / all(total) : all(0);
+        };
+        int64_t d = 0;
+        for (; d + 2 * LANES <= width; d += 2 * LANES) store_pair(to + d, sum_of(d), sum_of(d + LANES));
+        if (d < width) store(to + d, sum_of(d));
     }
 }
 

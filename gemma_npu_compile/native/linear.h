@@ -17,6 +17,14 @@ inline void load_pair(const bf16* from, Vec& first, Vec& second) {
     first = (Vec)(both << 16);
     second = (Vec)(both & int32_t(0xffff0000));
 }
+inline void store_pair(float* to, Vec first, Vec second) {
+    store(to, first);
+    store(to + LANES, second);
+}
+inline void store_pair(bf16* to, Vec first, Vec second) {
+    Bits both = rounded(first) | rounded(second) << 16;
+    memcpy(to, &both, 32);
+}
 template <class T>
 inline void spread(const T* from, int64_t k, float* to, float factor = 1) {
     int64_t i = 0;
@@ -36,7 +44,7 @@ inline void tile(const float* x, int64_t ldx, const T* const* w, const T* const*
     int64_t i = 0;
     auto step = [&](int64_t at) {
         for (int a = 0; a < MB; a++) {
-            Vec left = load(x + a * ldx + at);
+            Vec left = kept(load(x + a * ldx + at));
             for (int b = 0; b < NB; b++) acc[a * NB + b] = fma(left, wide[b], acc[a * NB + b]);
         }
     };

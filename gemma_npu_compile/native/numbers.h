@@ -54,10 +54,13 @@ inline Vec load(const bf16* from) {
     return (Vec)wide;
 }
 inline void store(float* to, Vec x) { memcpy(to, &x, 32); }
-inline void store(bf16* to, Vec x) {  // as `put`
+inline Bits rounded(Vec x) {  // to bfloat16, as `put` does
     Bits wide = (Bits)x;
-    Bits rounded = (wide + 0x7fff + (wide >> 16 & 1)) >> 16;
-    Half narrow = __builtin_convertvector(x == x ? rounded : Bits{} + 0x7fc0, Half);
+    Bits narrow = (wide + 0x7fff + (wide >> 16 & 1)) >> 16;
+    return x == x ? narrow : Bits{} + 0x7fc0;
+}
+inline void store(bf16* to, Vec x) {
+    Half narrow = __builtin_convertvector(rounded(x), Half);
     memcpy(to, &narrow, 16);
 }
 // a * b + c with one rounding, everywhere: a compiler that may choose chooses by the shape of a loop.
@@ -68,6 +71,13 @@ inline Vec fma(Vec a, Vec b, Vec c) {
     for (int i = 0; i < LANES; i++) c[i] = std::fma(a[i], b[i], c[i]);
     return c;
 #endif
+}
+// In a register: a compiler may read a number from memory again for each product it is a factor of.
+inline Vec kept(Vec x) {
+#if defined(__GNUC__) && defined(__AVX__)
+    asm("" : "+x"(x));
+#endif
+    return x;
 }
 inline Vec all(float x) { return Vec{x, x, x, x, x, x, x, x}; }
 inline float sum(Vec x) { return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7])); }
