@@ -61,7 +61,10 @@ def _fused(target: Any) -> _Fused | None:
 
 @dataclass(frozen=True)
 class _Task:
-    """A captured call whose host lists can be updated: everything needed to issue it again at the same addresses."""
+    """A captured call whose host lists can be updated: everything needed to issue it again at the same addresses.
+
+    Its tensors are not owned: what is no input dies behind its last reader, and other tasks, and sizes, use the memory.
+    """
 
     node: str
     handle: Any
@@ -69,6 +72,11 @@ class _Task:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     lists: dict[str, int]
+
+
+def _not_owned(tensor: Tensor) -> Tensor:
+    """The same memory, which is given back to the pool whoever holds this: replays come one after the other."""
+    return torch_npu._C._weak_ref_tensor(tensor) if tensor.device.type == "npu" else tensor  # type: ignore[no-any-return]
 
 
 _CAPTURING = threading.Lock()
@@ -173,7 +181,7 @@ class AclGraph:
             one is known, the node. No capture is left open and nothing stays allocated.
 
     Attributes:
-        outputs: the graph's results, at fixed addresses; of one size never shared with another size.
+        outputs: the graph's results, at fixed addresses until the next replay of any graph of the runtime.
         host: the host lists as the captured tasks have them now.
     """
 
@@ -218,6 +226,7 @@ class AclGraph:
         if why is not None:
             self.outputs, self._readers = [], []
             self._graph.reset()
+        self.outputs = tree_map_only(Tensor, _not_owned, self.outputs)
         return why
 
     def __del__(self) -> None:
@@ -288,6 +297,7 @@ class AclGraph:
         npu.graph_task_group_begin(self._runtime.stream)
         fused.out(*args, **kwargs)
         handle = npu.graph_task_group_end(self._runtime.stream)
+        args, kwargs = tree_map_only(Tensor, _not_owned, (args, kwargs))
         task = _Task(where(node), handle, fused.out, args, kwargs, read)
         for index in read.values():
             self._readers[index].append(task)

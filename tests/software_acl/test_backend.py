@@ -120,6 +120,29 @@ def test_one_step_in_the_trace(software_acl: Any) -> None:
     assert capture["tasks"] < 0.6 * sum(plain.launches.values())
 
 
+def test_twelve_sizes_share_the_memory_of_the_largest(software_acl: Any) -> None:
+    """Neither results nor what a task may be issued again with keeps memory of the pool."""
+    script = """
+        import json
+        import pairs, torch, torch_npu
+        import gemma_npu_compile as gnc
+        target, assistant = pairs.on_device(torch.bfloat16)
+        found = []
+        for sizes in ((12,), tuple(range(1, 13))):
+            options = gnc.Options(capture_sizes=sizes, on_fallback="error")
+            engine = gnc.Engine(target, assistant, 1, max_rows=12, max_model_len=512, options=options)
+            before = torch.npu.memory_allocated()
+            engine.warm_up()
+            (report,) = engine.report.graphs
+            found.append([report.captures, torch.npu.memory_allocated() - before, report.pool_bytes])
+        print(json.dumps(found))
+    """
+    (one, alone, pool), (twelve, together, shared) = run(software_acl, script).last
+    assert (one, twelve) == (1, 12)
+    assert 0 < together <= 1.1 * alone
+    assert 0 < shared <= 1.1 * pool
+
+
 @pytest.mark.parametrize("kv_lens", ["device", "host"])
 def test_task_updates(software_acl: Any, kv_lens: str) -> None:
     """Device lengths: exactly the tasks whose row crossed into another bucket. Host lengths: two lists, every step."""
