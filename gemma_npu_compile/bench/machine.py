@@ -97,9 +97,9 @@ class Rates:
 
 def rates(rows: int, drafts: int, geometry: tuple[int, int, int, int], dtype: torch.dtype, platform: str) -> Rates:
     """Of this machine, for steps of ``rows`` rows with ``drafts`` drafts; ``geometry`` as in :func:`attention_gbps`."""
-    products = [product_gbps(each, dtype, platform) for each in (rows * (1 + drafts), rows)]
-    attention = [attention_gbps(each, geometry, dtype, platform) for each in (1 + drafts, 1)]
-    return Rates(copy_gbps(), read_gbps(), *products, *attention, gflops())
+    verify, draft = (product_gbps(each, dtype, platform) for each in (rows * (1 + drafts), rows))
+    attend_verify, attend_draft = (attention_gbps(each, geometry, dtype, platform) for each in (1 + drafts, 1))
+    return Rates(copy_gbps(), read_gbps(), verify, draft, attend_verify, attend_draft, gflops())
 
 
 def gflops(size: int = 1024) -> float:
