@@ -165,6 +165,8 @@ class Expander(Interpreter):
             arg = dict, *arg.items()
         if isinstance(arg, (tuple, list)):
             return type(arg), tuple(self._described(each, given, memories) for each in arg)
+        if isinstance(arg, complex):
+            return complex, arg.real.hex(), arg.imag.hex()
         return type(arg), arg.hex() if isinstance(arg, float) else arg  # 1 and 1.0, 0.0 and -0.0 are equal
 
     # ---- calls
@@ -187,12 +189,16 @@ class Expander(Interpreter):
         return result
 
     def _expansion(self, given: list[Node], made: list[Node], result: Any) -> _Expansion | None:
-        """None for what must not be repeated by copying: writes, new unknown sizes, constants, mere numbers."""
+        """None for what must not be repeated by copying: writes, new unknown sizes, constants, mere numbers, and values
+        negated or conjugated lazily, which a fake in their place would not be."""
         for node in made:
             schema = getattr(node.target, "_schema", None)
             if node.op != "call_function" or (schema is not None and schema.is_mutable):
                 return None
             if "unbacked_bindings" in node.meta:
+                return None
+            value = node.meta.get("val")
+            if isinstance(value, Tensor) and (value.is_conj() or value.is_neg()):
                 return None
         kept = [node for node in made if not isinstance(node.meta.get("val"), _NUMBERS)]
         known = {*given, *kept}

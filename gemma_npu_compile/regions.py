@@ -32,6 +32,10 @@ def write_out(gm: GraphModule) -> None:
         for node in gm.graph.find_nodes(op="get_attr", target=name):
             gm.graph.erase_node(node)
         delattr(gm, name)
+    held = {str(node.target).partition(".")[0] for node in gm.graph.nodes if node.op in ("get_attr", "call_module")}
+    for name, child in [*gm._modules.items()]:  # bodies of what is called once, which Dynamo writes out itself
+        if isinstance(child, GraphModule) and name not in held:
+            delattr(gm, name)
     if calls:
         gm.recompile()
 

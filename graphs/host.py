@@ -190,7 +190,9 @@ class HostGraph:
     ) -> Any:
         target: Any = node.target
         args, kwargs = tree_map_only(Node, env.__getitem__, (node.args, node.kwargs))
-        tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(leaf.is_neg() or leaf.is_conj() for leaf in tensors) and not is_view(node):  # kernels read memory
+            raise CaptureError(f"{self.name}: {where(node)} reads a tensor that is negated or conjugated lazily")
         if not isinstance(target, torch._ops.OpOverload) or (not tensors and not fakes(node)):
             return target(*args, **kwargs)  # host arithmetic and checks on sizes: done once, frozen
         if is_view(node):

@@ -45,6 +45,8 @@ CALLS: dict[str, Any] = {
     "nothing, negative": lambda g, x, y: g.call_function(operator.mul, (x, -0.0)),
     "formed like": lambda g, x, y: g.call_method("view_as", (x, y)),
     "the other formed": lambda g, x, y: g.call_function(formed_other, (x, y)),
+    "negated": lambda g, x, y: g.call_function(torch._neg_view, (x,)),
+    "resolved": lambda g, x, y: g.call_method("resolve_neg", (x,)),
     "longer": lambda g, x, y: g.call_method("unsqueeze_", (x, 0)),
     "its size": lambda g, x, y: g.call_function(operator.mul, (x, g.call_method("size", (y, 0)))),
 }
@@ -142,6 +144,7 @@ def test_what_is_never_copied(name) -> None:
         [("scaled", 0, 0), ("scaled by a float", 1, 0)],  # equal constants
         [("scaled by one", 0, 0), ("scaled by truth", 1, 0)],
         [("nothing", 0, 0), ("nothing, negative", 1, 0)],
+        [("negated", 0, 0), ("negated", 1, 1), ("resolved", 0, 0)],
         [("formed like", 0, 0), ("add", 1, 1), ("add", 2, 1)],  # x + x, and x + a view of it
         [("formed like", 0, 0), ("the other formed", 1, 0), ("add", 0, 0), ("the other formed", 0, 1)],  # one memory
     ],

@@ -88,6 +88,24 @@ def test_a_region_keeps_the_bodies_of_what_it_calls() -> None:
     assert len(seen[0].graph.find_nodes(op="call_function", target=torch.ops.higher_order.cond)) == 2
 
 
+def test_what_dynamo_writes_out_itself_leaves_nothing_behind() -> None:
+    """A region called once: its body would keep the graph out of the compile cache."""
+    children: list[list[str]] = []
+
+    def run(gm: GraphModule, _: Any) -> Any:
+        before = [name for name, _ in gm.named_children()]
+        write_out(gm)
+        children.append([*before, "|", *(name for name, _ in gm.named_children())])
+        return gm.forward
+
+    x = torch.arange(3.0)
+    call = torch.compile(lambda x: inner(x) + choosing(x), backend=run, fullgraph=True)
+    torch.testing.assert_close(call(x), x.sin() * 2 + x + 1)
+    (names,) = children
+    before, after = names[: names.index("|")], names[names.index("|") + 1 :]
+    assert len(before) > len(after) == 2, "the two branches of a condition stay"
+
+
 def test_a_call_knows_its_number() -> None:
     graph = torch.fx.Graph()
     x = graph.placeholder("x")

@@ -259,6 +259,16 @@ def test_synchronisations_name_the_node_and_the_line(target: Any) -> None:
     assert pool.nbytes == 0
 
 
+def test_a_lazily_negated_tensor_is_refused() -> None:
+    """Kernels are called without the dispatcher: they would read the numbers behind the bit."""
+
+    def fn(x: Tensor) -> list[Tensor]:
+        return [torch._neg_view(x) * 2]
+
+    with pytest.raises(CaptureError, match=r"clone.* reads a tensor that is negated or conjugated lazily"):
+        capture(fn, torch.arange(4.0))
+
+
 def test_data_dependent_size_is_refused() -> None:
     traced = make_fx(lambda x: [x[x > 0] * 2], tracing_mode="symbolic", _error_on_data_dependent_ops=False)
     gm = traced(torch.tensor([1.0, -1.0, 2.0]))
