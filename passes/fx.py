@@ -179,7 +179,8 @@ def launches(graph: Graph) -> int:
         target = node.target
         if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or is_view(node):
             return False
-        values = torch.utils._pytree.tree_leaves(node.meta.get("val"))
+        value = node.meta.get("val")
+        values = [value] if isinstance(value, torch.Tensor) else torch.utils._pytree.tree_leaves(value)
         return target._schema.is_mutable or any(isinstance(each, torch.Tensor) for each in values)
 
     return sum(map(launched, graph.nodes))

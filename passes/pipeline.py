@@ -119,7 +119,7 @@ def run_passes(
     disable: Sequence[str] = (),
     after: Callable[[str, GraphModule], None] | None = None,
 ) -> list[PassRecord]:
-    """Run all passes but those named in ``disable`` on ``gm``, in place; lint after each.
+    """Run all passes but those named in ``disable`` on ``gm``, in place; lint behind each that changed something.
 
     Args:
         gm: an AOT inference graph; node values in ``meta["val"]``.
@@ -130,7 +130,7 @@ def run_passes(
     Returns:
         One record per pass that ran, in order.
     """
-    records = []
+    records: list[PassRecord] = []
     settings = {
         "platform": platform or get_platform("cpu"),
         "kv_lens": kv_lens,
@@ -145,10 +145,13 @@ def run_passes(
         before, start = len(gm.graph.nodes), time.perf_counter()
         wanted = inspect.signature(run).parameters
         result = run(gm, **{key: value for key, value in settings.items() if key in wanted})
-        gm.graph.lint()
-        gm.recompile()
+        touched = result.changed or len(gm.graph.nodes) != before
+        if touched:
+            gm.graph.lint()
+            gm.recompile()
         seconds = time.perf_counter() - start
-        size = before, len(gm.graph.nodes), launches(gm.graph)
+        counted = launches(gm.graph) if touched or not records else records[-1].launches_after
+        size = before, len(gm.graph.nodes), counted
         records.append(PassRecord(name, result.changed, result.left, seconds, *size))
         log.info("%s", records[-1])
         if after is not None:

@@ -3,7 +3,7 @@
 import os
 import platform
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -93,6 +93,11 @@ class Rates:
     attend_verify: float
     attend_draft: float
     gflops: float
+
+    def between(self, other: "Rates") -> "Rates":
+        """What takes as long as this and ``other`` together take, halved: a machine changes from minute to minute."""
+        pairs = ((getattr(self, each.name), getattr(other, each.name)) for each in fields(self))
+        return Rates(*(2 / (1 / one + 1 / two) for one, two in pairs))
 
 
 def rates(rows: int, drafts: int, geometry: tuple[int, int, int, int], dtype: torch.dtype, platform: str) -> Rates:

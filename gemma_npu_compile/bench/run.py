@@ -119,9 +119,10 @@ def run_scenario(
     try:
         found = prepare(makers(work, peers, platform))
         geometry = most_read(work.target, work.model_len)
-        machine = rates(scenario.batch, work.drafts, geometry, work.target.dtype, platform)
+        measured = scenario.batch, work.drafts, geometry, work.target.dtype, platform
+        before = rates(*measured)
         run_rounds(found, rounds, lambda done: say(f"{scenario.name}: round {done} of {rounds}"))
-        return summary(scenario, work, found, _wrong(work, found), costs, machine)
+        return summary(scenario, work, found, _wrong(work, found), costs, before.between(rates(*measured)))
     finally:
         torch._dynamo.reset()
         gc.collect()

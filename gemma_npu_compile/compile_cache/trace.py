@@ -15,6 +15,7 @@ import sympy
 import torch
 from torch._functorch._aot_autograd.frontend_utils import process_inputs
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import disable_fake_tensor_cache
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
@@ -163,7 +164,7 @@ class _Reader:
     def __init__(self, plain: Sequence[Any], mode: FakeTensorMode, symbols: list[sympy.Symbol]) -> None:
         self._mode, self._symbols = mode, symbols
         self._sizes: dict[str, Any] = {}
-        with mode:
+        with mode, disable_fake_tensor_cache(mode):  # no two are alike
             self._fakes = [self._fake(*each) for each in plain]
 
     def size(self, plain: Any, number: type = int) -> Any:

@@ -1,5 +1,7 @@
 """Figures of the machine: what is counted, whatever it takes."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -51,6 +53,12 @@ def test_attention_reads_every_key_of_as_many_rows_as_asked_for(ran):
         rate = machine.attention_gbps(3, (4, 2, 16, 200), torch.float32, platform, 4 * size)
         assert rate == pytest.approx(4 * size * 200 / 256 / 2 / 1e9)
         torch.testing.assert_close(ran[-1], torch.ones(4 * 3, 4, 16))
+
+
+def test_rates_between_two_are_those_of_both_times_together():
+    one, two = machine.Rates(*[20.0] * 7), machine.Rates(*[20.0, 30.0, 5.0, 20.0, 20.0, 20.0, 60.0])
+    found = dataclasses.astuple(one.between(two))
+    assert found == pytest.approx((20.0, 24.0, 8.0, 20.0, 20.0, 20.0, 30.0))
 
 
 def test_seconds_are_a_median_behind_a_run_that_is_not_timed(monkeypatch):
