@@ -23,15 +23,15 @@ def window_blocks(window: int, q_len: int, block_size: int) -> int:
 
 
 def _clip(graph: Graph, table: Node, lens: Node, reach: int, span: int, block_size: int) -> tuple[Node, Node]:
-    """``(rows, span)`` columns of the table from the block of the oldest visible key on, and lengths from there."""
+    """``(rows, span)`` columns of the table with every visible key, each once, and lengths from the first on."""
     width = table.meta["val"].shape[1]
     oldest = call(graph, aten.clamp.default, call(graph, aten.sub.Tensor, lens, reach), 0)
-    first = call(graph, aten.floor_divide.default, oldest, block_size)
+    block = call(graph, aten.floor_divide.default, oldest, block_size)
+    # No column behind the table: there the clip begins earlier, at a block whose keys are masked.
+    first = call(graph, aten.clamp.default, block, None, width - span)
     steps = call(graph, aten.arange.default, span, dtype=torch.int64, device=table.meta["val"].device)
     columns = call(graph, aten.add.Tensor, call(graph, aten.unsqueeze.default, first, 1), steps)
-    # A column behind the table repeats its last block: those positions lie past every length and are masked.
-    inside = call(graph, aten.clamp.default, columns, None, width - 1)
-    clipped = call(graph, aten.gather.default, table, 1, inside)
+    clipped = call(graph, aten.gather.default, table, 1, columns)
     local = call(graph, aten.sub.Tensor, lens, call(graph, aten.mul.Tensor, first, block_size))
     return clipped, local
 
@@ -39,8 +39,9 @@ def _clip(graph: Graph, table: Node, lens: Node, reach: int, span: int, block_si
 def clip_to_window(gm: GraphModule, *, platform: Platform | None = None) -> PassResult:
     """Clip the block table of every attention node with a window; once per group and phase.
 
-    The table's first column becomes the block of the oldest key the row's first query sees, and the row's length counts
-    from there. Inputs that share one buffer (layers of one group) share the clipped table.
+    The table's first column becomes the block of the oldest key the row's first query sees (at the end of the table one
+    before it), and the row's length counts from there. Inputs that share one buffer (layers of one group) share the
+    clipped table.
 
     Args:
         platform: the CPU's kernels take lengths from memory and read no block outside of a window: nothing to clip.

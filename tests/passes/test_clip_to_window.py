@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import GraphModule
@@ -46,11 +46,12 @@ def traced(args: tuple[Tensor, ...], window: int | None, layers: int = 1, mode: 
 
 @settings(max_examples=15)
 @given(
-    lens=st.lists(st.integers(1, 95), min_size=2, max_size=4),
+    lens=st.lists(st.integers(1, 100), min_size=2, max_size=4),
     q_len=st.integers(1, 4),
     block_size=st.sampled_from([4, 8, 16]),
     window=st.integers(1, 40),
 )
+@example(lens=[100, 3], q_len=2, block_size=4, window=9)  # a row at the end of its table
 def test_the_numbers_stay(lens: list[int], q_len: int, block_size: int, window: int) -> None:
     width = -(-100 // block_size)
     lens = [max(length, q_len) for length in lens]
@@ -66,6 +67,11 @@ def test_the_numbers_stay(lens: list[int], q_len: int, block_size: int, window: 
         (node,) = attention_nodes(gm)
         assert argument(node, "block_table").meta["val"].shape[1] == span
         assert argument(node, "window") == window
+        output = gm.graph.find_nodes(op="output")[0]
+        output.args = ([*output.args[0], argument(node, "block_table")],)
+        gm.recompile()
+        for row, column in zip(gm(*args)[1].tolist(), args[3].tolist(), strict=True):
+            assert sorted(filter(None, row)) == sorted(filter(None, column)), "every visible block once"
     torch.testing.assert_close(gm(*args)[0], expected, rtol=1e-5, atol=1e-6)
 
 
