@@ -73,9 +73,14 @@ _numbers = itertools.count()
 # Any two calls of one step are alike; without a key, Dynamo finds side effects in transformers and traces each call.
 @torch.compiler.nested_compile_region(reuse_hash_fn=lambda step, *_: step.number)
 def _draft_region(
-    step: "DraftVerifyStep", token: Tensor, hidden: Tensor, seq_len: Tensor, tables: tuple[Tensor, ...]
+    step: "DraftVerifyStep",
+    token: Tensor,
+    hidden: Tensor,
+    position: Tensor,
+    seq_len: Tensor,
+    tables: tuple[Tensor, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return step.draft_once(f"draft.{CALL}/assistant", token, hidden, seq_len, tables)
+    return step.draft_once(f"draft.{CALL}/assistant", token, hidden, position, seq_len, tables)
 
 
 class DraftVerifyStep(nn.Module):
@@ -178,14 +183,23 @@ class DraftVerifyStep(nn.Module):
         return output.last_hidden_state
 
     def draft_once(
-        self, site: str, token: Tensor, hidden: Tensor, seq_len: Tensor, tables: tuple[Tensor, ...]
+        self,
+        site: str,
+        token: Tensor,
+        hidden: Tensor,
+        position: Tensor,
+        seq_len: Tensor,
+        tables: tuple[Tensor, ...],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One iteration: hidden states ``(rows, hidden)``, logits ``(rows, vocab)`` and the next token ``(rows,)``."""
+        """One iteration, at ``position`` ``(rows, 1)``.
+
+        Returns:
+            hidden states ``(rows, hidden)``, logits ``(rows, vocab)`` and the next token ``(rows,)``.
+        """
         pools = self.cache.key_pools, self.cache.value_pools
         shared = {kind: (pools[0][owner], pools[1][owner]) for kind, owner in self.cache.owners.items()}
         embeds = torch.cat([self.embed_tokens(token), hidden], dim=-1).unsqueeze(1)
         paged = PagedContext(site, self.draft_groups, tables, seq_len, extra_window=1)
-        position = seq_len.long().unsqueeze(1)
         assistant: Any = self.assistant
         output = assistant(
             inputs_embeds=embeds, position_ids=position, shared_kv_states=shared, use_cache=False, paged=paged
@@ -199,11 +213,14 @@ class DraftVerifyStep(nn.Module):
         """``k`` draft tokens ``(rows,)`` and their logits ``(rows, vocab)``."""
         drafts: list[Tensor] = []
         logits: list[Tensor] = []
+        position = seq_len.long().unsqueeze(1)
         for i in range(self.num_draft_tokens):
             if self.regions and self.num_draft_tokens > 1:  # Dynamo writes out what is called once, with its {call}
-                hidden, scores, token = _draft_region(self, token, hidden, seq_len, tables)
+                hidden, scores, token = _draft_region(self, token, hidden, position, seq_len, tables)
             else:
-                hidden, scores, token = self.draft_once(f"draft.{i}/assistant", token, hidden, seq_len, tables)
+                hidden, scores, token = self.draft_once(
+                    f"draft.{i}/assistant", token, hidden, position, seq_len, tables
+                )
             logits.append(scores)
             drafts.append(token)
         return drafts, logits
