@@ -120,10 +120,11 @@ class Expander(Interpreter):
         return value.node
 
     def _wrapped(self, result: Any) -> Any:
-        if not isinstance(result, Tensor) or get_proxy_slot(result, self._tracer, None) is None:
+        slot = get_proxy_slot(result, self._tracer, None) if isinstance(result, Tensor) else None
+        if slot is None:
             return result
         if id(result) not in self._values:
-            node, memory = get_proxy_slot(result, self._tracer).proxy.node, self._number(result)
+            node, memory = slot.proxy.node, self._number(result)
             self.memory[node] = memory
             self._values[id(result)] = _Value(node, result, memory, result)
         return self._values[id(result)]

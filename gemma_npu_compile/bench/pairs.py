@@ -45,6 +45,11 @@ def medium_config(**overrides: Any) -> dict[str, Any]:
     }
 
 
+def layer_types(layers: int) -> tuple[str, ...]:
+    """Every sixth layer full, and the last."""
+    return tuple("full_attention" if i % 6 == 5 or i == layers - 1 else "sliding_attention" for i in range(layers))
+
+
 @torch.no_grad()
 def medium_pair(
     dtype: torch.dtype = torch.bfloat16, seed: int = 0, layers: int = 12, **overrides: Any
@@ -52,18 +57,18 @@ def medium_pair(
     """Target and assistant with seeded random weights.
 
     Args:
-        layers: of the target, every sixth one full; the assistant has three sliding layers and a full one.
+        layers: of the target; the assistant has four. Which are full: :func:`layer_types`.
         overrides: of :func:`medium_config`.
     """
     config = medium_config(**overrides)
-    kinds = ["full_attention" if i % 6 == 5 or i == layers - 1 else "sliding_attention" for i in range(layers)]
+    kinds = list(layer_types(layers))
     text = Gemma4TextConfig(**config, num_hidden_layers=layers, layer_types=kinds, final_logit_softcapping=30.0)
     width = min(256, config["hidden_size"])
     small = {**config, "hidden_size": width, "intermediate_size": 4 * width}
     draft = Gemma4TextConfig(
         **small,
         num_hidden_layers=4,
-        layer_types=["sliding_attention"] * 3 + ["full_attention"],
+        layer_types=list(layer_types(4)),
         num_kv_shared_layers=4,
     )
     generator = torch.Generator().manual_seed(seed)

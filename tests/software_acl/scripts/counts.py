@@ -9,12 +9,8 @@ import software_acl
 import torch
 from peers import SUBJECTS, Subject
 
+from gemma_npu_compile.bench.pairs import layer_types
 from gemma_npu_compile.state import State
-
-
-def layer_types(layers: int) -> tuple[str, ...]:
-    """Every sixth layer full, and the last."""
-    return tuple("full_attention" if i % 6 == 5 or i == layers - 1 else "sliding_attention" for i in range(layers))
 
 
 def visible(subject: Subject, state: State) -> list[dict[str, Any]]:
