@@ -9,13 +9,16 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import get_metrics_context
 from torch._guards import CompileContext, TracingContext
 from torch.fx import GraphModule
 
 import gemma_npu_compile.ops  # noqa: F401  (registers the dialect)
-from gemma_npu_compile.capabilities import platform
+from gemma_npu_compile.capabilities import Platform, platform
+from gemma_npu_compile.collector import paused
 from gemma_npu_compile.compile_cache import calling, look_up
 from gemma_npu_compile.compile_cache.trace import Trace
 from gemma_npu_compile.devices import platform_for
@@ -25,10 +28,11 @@ from gemma_npu_compile.errors import CompileError
 from gemma_npu_compile.graphs.plan import make_plan
 from gemma_npu_compile.graphs.recorder import Recorder
 from gemma_npu_compile.graphs.runner import GraphRunner
-from gemma_npu_compile.ops.npu import emulate
+from gemma_npu_compile.native.build import why_no_kernels
+from gemma_npu_compile.ops.npu import EMULATED, emulate
 from gemma_npu_compile.options import Options
-from gemma_npu_compile.passes import run_passes
-from gemma_npu_compile.passes.fx import device_of, placeholders
+from gemma_npu_compile.passes import PASSES, run_passes
+from gemma_npu_compile.passes.fx import placeholders
 from gemma_npu_compile.regions import write_out
 from gemma_npu_compile.report import GraphBreak, GraphReport, publish
 from gemma_npu_compile.tracing import trace_step
@@ -80,6 +84,35 @@ def _recompile_reason() -> str | None:
     return getattr(get_metrics_context(), "_metrics", {}).get("recompile_reason")
 
 
+def _wanted(inputs: Sequence[Any], options: Options) -> dict[str, Any]:
+    """Arguments of the passes."""
+    devices = (each.device for each in inputs if isinstance(each, Tensor))
+    device = next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
+    return {
+        "platform": platform(platform_for(device, options.platform), options.capabilities),
+        "kv_lens": options.kv_lens,
+        "verify_attention": options.verify_attention,
+        "skip_softcap": options.skip_softcap,
+        "merge_weights": options.merge_weights,
+        "disable": options.disable_passes,
+    }
+
+
+def _consulted(wanted: Mapping[str, Any], labels: list[tuple[str, bool]]) -> dict[str, Any]:
+    """All that the passes and the plan consult beside the trace, as the compile cache knows it."""
+    target: Platform = wanted["platform"]
+    kernels = why_no_kernels() if target.name == "cpu" else None
+    passes = [f"{name}: {run.__module__}.{run.__qualname__}" for name, run in PASSES.items()]
+    return {
+        **wanted,
+        "platform": repr(target),
+        "emulated": EMULATED,
+        "kernels": kernels,
+        "passes": passes,
+        "labels": labels,
+    }
+
+
 class Backend:
     """``torch.compile(fn, backend="gemma_npu")``; the entry point of ``torch_dynamo_backends``.
 
@@ -103,6 +136,7 @@ class Backend:
         self._lock = threading.Lock()
         self._frames: set[int | None] = set()
 
+    @paused()
     def __call__(
         self,
         gm: GraphModule,
@@ -123,11 +157,18 @@ class Backend:
         labels, recompile, start = _labels(gm), self._is_recompile(), time.perf_counter()
         reason, broken = _recompile_reason() if recompile else None, _graph_break(gm)
 
-        def finish(graph: GraphModule, static: set[int], cache: str, aot: str | None = None) -> Callable[..., Any]:
+        def finish(graph: GraphModule, static: set[int], aot: str | None = None) -> Callable[..., Any]:
             name = f"graph {CompileContext.current_compile_id()}"
-            report = GraphReport(name, recompile, reason, broken, cache=cache, aot=aot, smallest=self._smallest)
+            report = GraphReport(name, recompile, reason, broken, aot=aot, smallest=self._smallest)
             report.seconds["aot"] = time.perf_counter() - start
-            runner = self._build(graph, static, labels, parsed, report)
+            if ticket.final is None:
+                self._rewrite(graph, static, labels, parsed, wanted, report)
+                ticket.keep_final(graph, report.plan, report.passes)
+            else:
+                report.plan, report.passes = ticket.final.plan, list(ticket.final.passes)
+                report.nodes, report.seconds["passes"] = len(graph.graph.nodes), 0.0
+            report.cache = ticket.state
+            runner = self._run(graph, parsed, wanted["platform"], report)
             with self._lock:
                 self._runners.add(runner)
             publish(report)
@@ -140,7 +181,7 @@ class Backend:
             metadata = context.fw_metadata if context is not None else None
             ticket.keep_aot(graph)
             static = set(metadata.static_input_indices) if metadata is not None else set()
-            return finish(graph, static, ticket.state, trace if isinstance(trace, str) else None)
+            return finish(graph, static, trace if isinstance(trace, str) else None)
 
         compiler = aot_autograd(
             fw_compiler=_refuse_training,
@@ -149,12 +190,17 @@ class Backend:
         )
         trace: Trace | str | None = None
         try:
-            ticket = look_up(gm, example_inputs, parsed.cache)
+            wanted = _wanted(example_inputs, parsed)
+            settings = None if self._observed() else _consulted(wanted, labels)
+            ticket = look_up(gm, example_inputs, parsed.cache, settings)
+            if ticket.final is not None:
+                return calling(finish(ticket.final.trace.graph, set()), ticket.final.trace)
             trace = ticket.trace or trace_step(gm, example_inputs)
             if isinstance(trace, str):
                 return compiler(gm, example_inputs)
-            ticket.keep(trace)
-            return calling(finish(trace.graph, set(trace.static), ticket.state), trace)
+            if ticket.trace is None:
+                ticket.keep(trace)
+            return calling(finish(trace.graph, set(trace.static)), trace)
         except Exception as error:
             dump = current_dump()
             if dump is not None:
@@ -170,33 +216,37 @@ class Backend:
             self._frames.add(frame)
         return known
 
-    def _build(
-        self, gm: GraphModule, static: set[int], labels: list[tuple[str, bool]], options: Options, report: GraphReport
-    ) -> GraphRunner:
+    def _observed(self) -> bool:
+        """Whether the graph is seen on its way through the passes, and not only behind them."""
+        return current_dump() is not None
+
+    def _rewrite(
+        self,
+        gm: GraphModule,
+        static: set[int],
+        labels: list[tuple[str, bool]],
+        options: Options,
+        wanted: Mapping[str, Any],
+        report: GraphReport,
+    ) -> None:
+        """Run the passes on a trace, and plan what they make of it."""
         name_inputs(gm, labels, static)
-        target = platform(platform_for(device_of(gm), options.platform), options.capabilities)
         dump = current_dump()
         files = dump.graph() if dump is not None else None
         after = observers(files)
         after("traced", gm)
         start = time.perf_counter()
-        with emulate(target):
-            report.passes = run_passes(
-                gm,
-                platform=target,
-                kv_lens=options.kv_lens,
-                verify_attention=options.verify_attention,
-                skip_softcap=options.skip_softcap,
-                merge_weights=options.merge_weights,
-                disable=options.disable_passes,
-                after=after,
-            )
+        with emulate(wanted["platform"]):
+            report.passes = run_passes(gm, **wanted, after=after)
         report.seconds["passes"] = time.perf_counter() - start
         report.nodes = len(gm.graph.nodes)
         report.plan = make_plan(gm, static)
         if dump is not None and files is not None:
-            files.finish(gm, report, options, target.name)
+            files.finish(gm, report, options, wanted["platform"].name)
             dump.update()
+
+    def _run(self, gm: GraphModule, options: Options, target: Platform, report: GraphReport) -> GraphRunner:
+        """What runs a final graph."""
         return self._runner(gm, report.plan, options, report, target)
 
     def reset(self) -> None:

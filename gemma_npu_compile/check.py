@@ -65,9 +65,15 @@ class Traced(Backend):
         self.static: set[int] = set()
         self.args: list[Any] = []
 
-    def _build(self, gm: GraphModule, static: set[int], labels: list[tuple[str, bool]], *rest: Any) -> Any:
+    def _observed(self) -> bool:
+        return True
+
+    def _rewrite(self, gm: GraphModule, static: set[int], labels: list[tuple[str, bool]], *rest: Any) -> None:
         name_inputs(gm, labels, static)
-        self.graph, self.static = gm, static
+        self.static = static
+
+    def _run(self, gm: GraphModule, *rest: Any) -> Any:
+        self.graph = gm
 
         def run(args: list[Any]) -> Any:
             self.args = list(args)

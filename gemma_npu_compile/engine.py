@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gemma_npu_compile.backend import Backend
+from gemma_npu_compile.collector import paused
 from gemma_npu_compile.direct import DirectCall, TappedRunner
 from gemma_npu_compile.kv_cache import PagedKVCache
 from gemma_npu_compile.models import PagedContext
@@ -145,7 +146,7 @@ class Engine:
             arguments.append(draws)
         run.runners.clear()
         run.direct = None
-        with _compiling:
+        with _compiling, paused():
             run.call(*arguments, host_len=host_len)
         run.warm = run.backend.resets
 

@@ -37,7 +37,9 @@ class GraphReport:
         recompile: this compilation replaced an earlier one of the same code.
         recompile_reason: the guard that failed, in Dynamo's words.
         graph_break: why the graph ends before the function does; None when it does not.
-        cache: what the compile cache did: ``"hit"`` (nothing was traced), ``"stored"``, ``"off"``, or why neither.
+        cache: what the compile cache did: ``"hit"`` (nothing was traced and no pass ran: ``passes`` are those of the
+            process that stored the graph), ``"hit in front of the passes"`` (a trace), ``"stored"``, ``"off"``, or why
+            not.
         aot: why AOT traced the graph; None where one run at the level of ATen was enough (tracing.py), or none.
         seconds: wall time of ``aot`` (from the backend's call to the inference graph), ``passes`` and ``capture``.
         captures: captured graphs.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._library._out_variant import get_out_arg_names, to_out_variant
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.fx.node import map_arg
 
 from gemma_npu_compile.errors import CaptureError, ReplayError
 from gemma_npu_compile.graphs.capturable import refuse_uncapturable
@@ -27,7 +27,7 @@ from gemma_npu_compile.graphs.phases import phase_of
 from gemma_npu_compile.native.aten import COMMANDS
 from gemma_npu_compile.native.program import Command, Program
 from gemma_npu_compile.ops.library import KERNELS, Kernel
-from gemma_npu_compile.passes.fx import is_view, where
+from gemma_npu_compile.passes.fx import is_view, tensors, where
 
 aten = torch.ops.aten
 
@@ -70,7 +70,7 @@ def _no_out(op: Callable[..., Any]) -> Callable[..., None]:
     """A kernel without an out form: run it, and copy its results to their fixed addresses."""
 
     def run(buffers: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        results = tree_leaves(op(*args, **kwargs))
+        results = tensors(op(*args, **kwargs))
         for buffer, result in zip(buffers, results if buffers else (), strict=True):
             buffer.copy_(result)
 
@@ -189,11 +189,11 @@ class HostGraph:
         self, node: Node, env: dict[Node, Any], offsets: dict[Node, list[tuple[int, Spec]]], block: Tensor
     ) -> Any:
         target: Any = node.target
-        args, kwargs = tree_map_only(Node, env.__getitem__, (node.args, node.kwargs))
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if any(leaf.is_neg() or leaf.is_conj() for leaf in tensors) and not is_view(node):  # kernels read memory
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), env.__getitem__)  # type: ignore[arg-type]
+        given = [each for arg in node.all_input_nodes for each in tensors(env[arg])]
+        if any(each.is_neg() or each.is_conj() for each in given) and not is_view(node):  # kernels read memory
             raise CaptureError(f"{self.name}: {where(node)} reads a tensor that is negated or conjugated lazily")
-        if not isinstance(target, torch._ops.OpOverload) or (not tensors and not fakes(node)):
+        if not isinstance(target, torch._ops.OpOverload) or (not given and not fakes(node)):
             return target(*args, **kwargs)  # host arithmetic and checks on sizes: done once, frozen
         if is_view(node):
             return target(*args, **kwargs)

@@ -8,11 +8,10 @@ import sympy
 import torch
 from torch import Tensor
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
 from gemma_npu_compile.errors import CaptureError
 from gemma_npu_compile.graphs.plan import Values, dim
-from gemma_npu_compile.passes.fx import is_view, where
+from gemma_npu_compile.passes.fx import is_view, tensors, where
 
 ALIGNMENT = 64
 
@@ -118,7 +117,7 @@ class Sizes:
 
 def fakes(node: Node) -> list[Tensor]:
     """The fake tensors a node results in."""
-    return [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
+    return tensors(node.meta.get("val"))
 
 
 def _allocates(node: Node) -> bool:

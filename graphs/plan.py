@@ -7,11 +7,10 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves
 
 from gemma_npu_compile.graphs.cache_calls import CacheCalls, cache_calls
 from gemma_npu_compile.graphs.inputs import Dim, Input, Values, dim, evaluate
-from gemma_npu_compile.passes.fx import device_of, written_roots
+from gemma_npu_compile.passes.fx import device_of, tensors, written_roots
 from gemma_npu_compile.passes.host_lengths import HostLengths
 from gemma_npu_compile.passes.merge_gate_up import MergedWeight
 from gemma_npu_compile.passes.numbers_on_device import HostNumber
@@ -117,7 +116,7 @@ def _counts(node: Node) -> bool:
         for user in queue.pop().users:
             if user.op == "output" or user in seen:
                 continue
-            if any(isinstance(each, torch.Tensor) for each in tree_leaves(user.meta.get("val"))):
+            if tensors(user.meta.get("val")):
                 return True
             seen.add(user)
             queue.append(user)

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Interpreter
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gemma_npu_compile.capabilities import Platform
 from gemma_npu_compile.capabilities import platform as get_platform
+from gemma_npu_compile.collector import paused
 from gemma_npu_compile.devices import platform_for
 from gemma_npu_compile.errors import CaptureError, ReplayError
 from gemma_npu_compile.graphs.buffers import StableBuffers, copy_all, not_the_padded
@@ -21,7 +22,7 @@ from gemma_npu_compile.graphs.phases import profiled
 from gemma_npu_compile.graphs.plan import Plan, Values, evaluate
 from gemma_npu_compile.graphs.runtime import Captured, Runtime, runtime_for
 from gemma_npu_compile.graphs.sizes import capture_sizes, size_for
-from gemma_npu_compile.graphs.trust import Scratch, first_difference, load_scratch, why_unchecked, wrong_for_one_row
+from gemma_npu_compile.graphs.trust import Scratch, first_difference, load_scratch, run_one_row, why_unchecked
 from gemma_npu_compile.ops.npu import emulate
 from gemma_npu_compile.options import Options
 from gemma_npu_compile.report import GraphReport
@@ -233,6 +234,7 @@ class GraphRunner:
                 found.append(read(item))
         return found + self._extras.all(read, binding.merged.tensors(args), sized)
 
+    @paused()
     def _capture(self, binding: _Binding, args: list[Any], values: Values, sized: Values) -> str | None:
         """Capture every size (padded rows), or the sizes of this call; or say why not, and keep nothing of it."""
         key = self._key(sized)
@@ -259,10 +261,11 @@ class GraphRunner:
                     arguments = self._arguments(binding, args, buffers, each)
                     one = self.plan.rows is not None and each[self.plan.rows] == 1 and len(self.sizes) > 1
                     try:
-                        if one and (wrong := self._unchecked or wrong_for_one_row(*context, arguments, each)):
-                            raise CaptureError(wrong)
+                        if one and self._unchecked is not None:
+                            raise CaptureError(self._unchecked)
+                        expected = run_one_row(*context, arguments, each) if one else None
                         graphs[self._key(each)] = self._runtime.capture(self.gm, arguments, each, name)
-                        self._check(binding, args, buffers, each, graphs[self._key(each)], name)
+                        self._check(binding, args, buffers, each, graphs[self._key(each)], name, expected)
                     except CaptureError as error:
                         if not one:
                             raise
@@ -292,9 +295,19 @@ class GraphRunner:
         return None
 
     def _check(
-        self, binding: _Binding, args: list[Any], buffers: StableBuffers, sized: Values, graph: Captured, name: str
+        self,
+        binding: _Binding,
+        args: list[Any],
+        buffers: StableBuffers,
+        sized: Values,
+        graph: Captured,
+        name: str,
+        expected: list[Any] | None,
     ) -> None:
         """Compare a replay with the uncaptured graph before the capture is trusted (graphs/trust.py).
+
+        Args:
+            expected: what the uncaptured graph gives for the same contents, where that is known.
 
         Raises:
             CaptureError: they differ, or a replay fails on the device; names the capture and the output.
@@ -312,7 +325,9 @@ class GraphRunner:
             graph.replay()
             found = [each.clone() if isinstance(each, torch.Tensor) else each for each in graph.outputs]
             scratch.restore()
-            expected = list(self.gm(*self._arguments(binding, args, buffers, sized)))
+            if expected is None:
+                # Not gm(...): to generate its code takes longer than a few runs of it.
+                expected = list(Interpreter(self.gm).run(*self._arguments(binding, args, buffers, sized)))
             wrong = first_difference(found, expected)
         except (ReplayError, RuntimeError) as error:
             raise CaptureError(f"{name}: its first replay, with {contents}, failed: {error}") from None

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
-from torch.utils._pytree import tree_leaves
 
+from gemma_npu_compile.errors import CaptureError
 from gemma_npu_compile.graphs.buffers import StableBuffers
 from gemma_npu_compile.graphs.inputs import Values
 from gemma_npu_compile.graphs.memory import Sizes, fakes
 from gemma_npu_compile.graphs.plan import Plan
-from gemma_npu_compile.passes.fx import root, written_args
+from gemma_npu_compile.passes.fx import root, tensors, written_args
 
 _SLOT_WRITES = ("gemma_npu::store_kv", "gemma_npu_cpu::store_kv", "npu::npu_scatter_pa_kv_cache")
 
@@ -97,34 +97,39 @@ class _OneRow(Interpreter):
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
         if self.wrong is None:
-            found = [tuple(each.shape) for each in tree_leaves(result) if isinstance(each, Tensor)]
+            found = [tuple(each.shape) for each in tensors(result)]
             meant = [tuple(self._sizes.number(size, n) for size in fake.shape) for fake in fakes(n)]
             if n.op == "call_function" and found != meant:
                 self.wrong = f"{n.name} has shape {found} for one row, it would have to be {meant}"
         return result
 
 
-def wrong_for_one_row(
+def run_one_row(
     gm: GraphModule, plan: Plan, buffers: StableBuffers, args: list[Any], arguments: list[Any], sizes: Values
-) -> str | None:
-    """Why a graph may not be run on one row, or None: the first node that does not treat it as one of many.
+) -> list[Any]:
+    """Results of the uncaptured graph on one row of scratch, if it may be run on one row.
 
     torch takes a symbolic size for two or more: an operator may drop or stretch an axis of one, and nothing that was
     decided while tracing says so. Where every shape is as traced, with a one put in, each operator does what it does
-    for many rows. The graph is run for it, on one row of scratch: ask :func:`why_unchecked` whether it may be.
+    for many rows. Ask :func:`why_unchecked` whether the graph may be run on the side.
 
     Args:
         args: of the call; ``arguments``: what the graph is captured with for ``sizes``.
+
+    Raises:
+        CaptureError: the first node that does not treat one row as one of many.
     """
     load_scratch(plan, buffers, args, 1)
     scratch, run = Scratch(plan, args), _OneRow(gm, Sizes(sizes))
     try:
-        run.run(*arguments)
+        results = list(run.run(*arguments))
     except Exception as error:  # whatever it is, two rows can do without
-        return f"{type(error).__name__}: {error}"
+        raise CaptureError(f"{type(error).__name__}: {error}") from None
     finally:
         scratch.restore()
-    return run.wrong
+    if run.wrong is not None:
+        raise CaptureError(run.wrong)
+    return results
 
 
 def first_difference(found: list[Any], expected: list[Any]) -> int | None:

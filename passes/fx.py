@@ -10,6 +10,7 @@ import torch
 from torch._guards import detect_fake_mode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._pytree import tree_leaves
 
 
 def placeholders(gm: GraphModule) -> list[Node]:
@@ -85,6 +86,13 @@ def value(arg: Any) -> Any:
     return arg.meta["val"] if isinstance(arg, Node) else arg
 
 
+def tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors in a value: itself, or those in a tree of any depth."""
+    if isinstance(value, torch.Tensor):  # almost always, and trees are slow
+        return [value]
+    return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
+
+
 _fakes: weakref.WeakKeyDictionary[Graph, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
@@ -111,7 +119,7 @@ def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
     fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), value)
     known, key = _fakes.setdefault(graph, {}), (target, _facts(fake_args), _facts(fake_kwargs))
     if key not in known:
-        mode = detect_fake_mode([v for v in torch.utils._pytree.tree_leaves(fake_args) if isinstance(v, torch.Tensor)])
+        mode = detect_fake_mode(tensors(fake_args))
         if mode is None:  # no tensor among the arguments (arange): the mode of the graph's inputs
             mode = detect_fake_mode([n.meta.get("val") for n in graph.find_nodes(op="placeholder")])
         with mode if mode is not None else contextlib.nullcontext():
@@ -179,9 +187,7 @@ def launches(graph: Graph) -> int:
         target = node.target
         if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or is_view(node):
             return False
-        value = node.meta.get("val")
-        values = [value] if isinstance(value, torch.Tensor) else torch.utils._pytree.tree_leaves(value)
-        return target._schema.is_mutable or any(isinstance(each, torch.Tensor) for each in values)
+        return target._schema.is_mutable or bool(tensors(node.meta.get("val")))
 
     return sum(map(launched, graph.nodes))
 

@@ -9,11 +9,9 @@ from typing import Any
 
 import sympy
 import torch
-from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves
 
-from gemma_npu_compile.passes.fx import add_input, call, copy_trace, placeholders
+from gemma_npu_compile.passes.fx import add_input, call, copy_trace, placeholders, tensors
 from gemma_npu_compile.passes.result import PassResult
 
 aten = torch.ops.aten
@@ -39,8 +37,8 @@ def _size_symbols(gm: GraphModule) -> set[Any]:
     """Symbols that the size of any tensor of the graph depends on."""
     found: set[Any] = set()
     for node in gm.graph.nodes:
-        for fake in tree_leaves(node.meta.get("val")):
-            for size in (*fake.shape, *fake.stride()) if isinstance(fake, Tensor) else ():
+        for fake in tensors(node.meta.get("val")):
+            for size in (*fake.shape, *fake.stride()):
                 if not isinstance(size, int):
                     found |= size.node.expr.free_symbols
     return found

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from gemma_npu_compile.passes.fx import placeholders, root, where, written_args, written_roots
+from gemma_npu_compile.passes.fx import placeholders, root, tensors, where, written_args, written_roots
 from gemma_npu_compile.passes.result import PassResult
 from gemma_npu_compile.passes.row_rules import rule_for
 from gemma_npu_compile.passes.row_state import Call, MixedRowsError, Rows, State, depends, entries, expression
@@ -51,7 +51,7 @@ def _state_of_input(node: Node, symbol: sympy.Symbol, written: set[Node]) -> Sta
 
 def _check_sizes(node: Node, state: Any, symbol: sympy.Symbol) -> None:
     """Every tensor of a result has its rows where the rule says, and nowhere else."""
-    fakes = [each for each in tree_leaves(node.meta.get("val")) if isinstance(each, Tensor)]
+    fakes = tensors(node.meta.get("val"))
     for fake in fakes:
         for axis, size in enumerate(fake.shape):
             wanted = state.block if state is not None and axis == state.axis else None
@@ -65,9 +65,9 @@ def _visit(node: Node, env: dict[Node, Any], symbol: sympy.Symbol) -> State:
     target: Any = node.target
     if target is operator.getitem and isinstance(node.args[0], Node) and node.args[0] in env:
         return env[node.args[0]]
-    if not any(isinstance(each, Tensor) for each in tree_leaves(node.meta.get("val"))):
-        tensors = [each for each in node.all_input_nodes if env.get(each) is not None]
-        if tensors and target is not torch.ops.aten.sym_size.int:
+    if not tensors(node.meta.get("val")):
+        read = [each for each in node.all_input_nodes if env.get(each) is not None]
+        if read and target is not torch.ops.aten.sym_size.int:
             raise MixedRowsError("it reads rows on the host")
         return None  # a number, or a check of one
     if not isinstance(target, torch._ops.OpOverload):
@@ -113,7 +113,7 @@ def _follow(gm: GraphModule, symbol: sympy.Symbol) -> dict[Node, Rows]:
                 env[node] = None
             else:
                 state = _visit(node, env, symbol)
-                if any(isinstance(each, Tensor) for each in tree_leaves(node.meta.get("val"))):
+                if tensors(node.meta.get("val")):
                     _check_sizes(node, state, symbol)
                     env[node] = state
         except MixedRowsError as error:

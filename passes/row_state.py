@@ -7,9 +7,8 @@ import sympy
 import torch
 from torch import Tensor
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
-from gemma_npu_compile.passes.fx import arguments
+from gemma_npu_compile.passes.fx import arguments, tensors
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Call:
     @property
     def result(self) -> Tensor:
         """The fake result, or the first of several."""
-        return next(each for each in tree_leaves(self.node.meta["val"]) if isinstance(each, Tensor))
+        return tensors(self.node.meta["val"])[0]
 
     def dim(self, name: str, of: str = "self") -> int:
         """An axis argument, counted from the front."""

@@ -18,7 +18,7 @@ class Twice(torch.nn.Sequential):
 
 @pytest.fixture
 def folder(monkeypatch, tmp_path, fresh_dynamo) -> Folder:
-    """One graph of this version, used an hour ago, one of another, one that is damaged."""
+    """A trace of this version, used an hour ago, one of another, one that is damaged."""
     monkeypatch.setenv("GEMMA_NPU_CACHE", "1")
     monkeypatch.setenv("GEMMA_NPU_CACHE_DIR", str(tmp_path))
     folder = Folder.of_environment()
@@ -26,6 +26,9 @@ def folder(monkeypatch, tmp_path, fresh_dynamo) -> Folder:
         torch.compile(Twice(torch.nn.Tanh()), backend=Backend(), options={"platform": "cpu"}, dynamic=True)(
             torch.ones(3, 4)
         )
+    for entry in folder.entries():
+        if entry.header["stage"] == "final":
+            (folder.path / f"{entry.key}.json").unlink()
     (path,) = folder.path.iterdir()
     os.utime(path, (time.time() - 3600,) * 2)
     folder.write("a" * 64, {"versions": {**versions(), "torch": "1.0", "sources": "0"}, "module": "Old"}, {})
@@ -40,7 +43,7 @@ def test_ls_says_what_each_entry_is_and_whether_it_serves_here(folder: Folder, c
     entries = {each["key"][0] if each["key"][1:] == each["key"][:-1] else "own": each for each in answer["entries"]}
     own, old, damaged = entries["own"], entries["a"], entries["b"]
     assert (own["usable"], own["why_not"], own["versions"]) == (True, None, versions())
-    assert own["graph"] == {"module": "Twice", "nodes": 5, "operators": 1, "inputs": 3, "symbols": 2}
+    assert own["graph"] == {"module": "Twice", "stage": "trace", "nodes": 5, "operators": 1, "inputs": 3, "symbols": 2}
     assert 3600 <= own["age_seconds"] < 3700
     assert (old["usable"], old["why_not"]) == (False, "written by torch 1.0, other sources")
     assert (damaged["usable"], damaged["why_not"]) == (False, "the checksum does not match")
@@ -53,7 +56,7 @@ def test_ls_for_people(folder: Folder, capsys, monkeypatch) -> None:
     assert main(["cache", "ls"]) == 0
     first, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith(f"{folder.path} (off: GEMMA_NPU_CACHE=0): 3 entries")
-    assert "used 1 h ago  Twice, 5 nodes, 3 inputs" in lines[0]
+    assert "used 1 h ago  Twice, trace, 5 nodes, 3 inputs" in lines[0]
     assert lines[1].endswith("not usable: written by torch 1.0, other sources")
 
 

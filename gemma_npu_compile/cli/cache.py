@@ -32,7 +32,7 @@ def cache(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     entries = []
     for entry in folder.entries():
         why, header = _usable(entry, versions()), entry.header or {}
-        graph = {name: header.get(name) for name in ("module", "nodes", "operators", "inputs", "symbols")}
+        graph = {name: header.get(name) for name in ("module", "stage", "nodes", "operators", "inputs", "symbols")}
         age = max(0.0, time.time() - entry.used)
         shown = {"key": entry.key, "bytes": entry.size, "age_seconds": age, "usable": why is None, "why_not": why}
         entries.append({**shown, "graph": graph, "versions": header.get("versions")})
@@ -56,7 +56,7 @@ def _show(answer: dict[str, Any]) -> None:
     print(f"{answer['path']}{state}: {len(answer['entries'])} entries, {answer['bytes'] / 2**20:.1f} MiB")
     for each in answer["entries"]:
         graph, used = each["graph"], f"used {_age(each['age_seconds'])} ago"
-        facts = f"{graph['module'] or 'a function'}, {graph['nodes']} nodes, {graph['inputs']} inputs"
+        facts = f"{graph['module'] or 'a function'}, {graph['stage']}, {graph['nodes']} nodes, {graph['inputs']} inputs"
         why = "" if each["usable"] else f"; not usable: {each['why_not']}"
         print(f"  {each['key'][:12]}  {each['bytes'] / 1024:7.0f} KiB  {used}  {facts}{why}")
 
@@ -65,4 +65,4 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("ls", "clear"), help="list the entries, or remove them")
 
 
-COMMAND = Command("cache", "traces kept across processes: ls, clear", cache, _show, _arguments, pair=False)
+COMMAND = Command("cache", "graphs kept across processes: ls, clear", cache, _show, _arguments, pair=False)

@@ -1,8 +1,10 @@
-"""The compile cache: traces kept across processes, because tracing is most of what comes behind Dynamo.
+"""The compile cache: graphs kept across processes, because tracing and passes are most of what comes behind Dynamo.
 
-Kept is the inference graph in front of the passes, as JSON (trace.py), under a key made of Dynamo's graph and all that
-tracing consults (key.py). Where it is found nothing is traced. Of AOT's graphs that is right only where AOT would do
-nothing around the one it made, and added no guard, so only such are kept (ticket.py). The rest runs as usual.
+Kept are, as JSON, the inference graph in front of the passes (trace.py), under a key made of Dynamo's graph and all
+that tracing consults (key.py), and the graph behind the passes with its plan (final.py), under that key and all that
+passes consult. Where the latter is found only the capture is left to do; where only the former is, passes run. Of AOT's
+graphs that is right only where AOT would do nothing around the one it made, and added no guard, so only such are kept
+(ticket.py). The rest runs as usual.
 """
 
 from gemma_npu_compile.compile_cache.files import Entry, Folder, enabled

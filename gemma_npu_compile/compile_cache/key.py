@@ -1,7 +1,7 @@
 """The key of an entry: everything that decides what tracing makes of Dynamo's graph.
 
-Options and the platform are not in it: what is kept is the trace in front of the passes, which run on a loaded trace
-as on a new one. Nor are weights, which are inputs, nor source lines, which come from the graph at hand.
+Options and the platform are not in it: passes run on a loaded trace as on a new one. They are in the key of the graph
+behind the passes. Weights are in neither, they are inputs, nor are source lines, which come from the graph at hand.
 """
 
 import functools
@@ -10,7 +10,7 @@ import importlib.metadata
 import inspect
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbol
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+import gemma_npu_compile.graphs
+import gemma_npu_compile.passes
 from gemma_npu_compile import __version__
 from gemma_npu_compile.compile_cache.names import NotCacheableError, encode, operator_name
 
-FORMAT = 1
-_ROOT = Path(__file__).resolve().parents[1]
+FORMAT = 2
 _TORCH = ("torch", "_operator", "math", "builtins")
 
 
@@ -40,15 +41,17 @@ def _version(package: str) -> str | None:
         return None
 
 
-_TRACING = ("backend.py", "expansion.py", "regions.py", "tracing.py")
+_FOLDERS = [Path(each.__path__[0]) for each in (gemma_npu_compile, gemma_npu_compile.graphs, gemma_npu_compile.passes)]
+"""Sources of this package; an installed one has the last two in the first."""
 
 
 @functools.cache
 def versions() -> dict[str, Any]:
-    """What a trace depends on beside the graph: versions, and the sources that make one."""
+    """What a graph depends on beside the key: versions, and the sources of this package."""
     sources = hashlib.sha256()
-    for path in sorted([*_ROOT.glob("ops/*.py"), *_ROOT.glob("compile_cache/*.py"), *map(_ROOT.joinpath, _TRACING)]):
-        sources.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    for folder in _FOLDERS:
+        for path in sorted(each for each in folder.rglob("*") if each.suffix in (".py", ".cpp", ".h")):
+            sources.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
     return {
         "format": FORMAT,
         "gemma_npu_compile": __version__,
@@ -199,3 +202,8 @@ def make_key(gm: GraphModule) -> tuple[str, dict[sympy.Symbol, int]]:
     shapes = _shapes(shape_env(), symbols)
     material = [versions(), _settings(), inputs, shapes, nodes]
     return hashlib.sha256(json.dumps(material, sort_keys=True).encode()).hexdigest(), symbols.known
+
+
+def final_key(key: str, settings: Mapping[str, Any]) -> str:
+    """The key of the graph behind the passes: that of the trace, and all that the passes consult beside it."""
+    return hashlib.sha256(json.dumps([key, settings], sort_keys=True).encode()).hexdigest()

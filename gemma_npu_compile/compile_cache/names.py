@@ -16,7 +16,7 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch.fx import Node
 from torch.utils._sympy import functions
 
-NAMESPACES = ("aten", "prims", "gemma_npu", "npu")
+NAMESPACES = ("aten", "prims", "gemma_npu", "gemma_npu_cpu", "npu")
 """Namespaces whose operators the versions and sources in the key stand for."""
 
 IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)

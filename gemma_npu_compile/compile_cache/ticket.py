@@ -1,8 +1,8 @@
 """One compilation's way through the cache: looked up, loaded or kept, and the reason where it is neither."""
 
 import logging
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -14,9 +14,12 @@ from torch.fx import GraphModule
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gemma_npu_compile.compile_cache.files import Folder, enabled
-from gemma_npu_compile.compile_cache.key import make_key, shape_env, versions
+from gemma_npu_compile.compile_cache.final import Final, final_from_plain, final_to_plain
+from gemma_npu_compile.compile_cache.key import final_key, make_key, shape_env, versions
 from gemma_npu_compile.compile_cache.names import DamagedError, NotCacheableError
 from gemma_npu_compile.compile_cache.trace import Trace, fake_inputs, from_plain, to_plain
+from gemma_npu_compile.graphs.plan import Plan
+from gemma_npu_compile.passes import PassRecord
 
 log = logging.getLogger(__name__)
 
@@ -66,24 +69,30 @@ def _why_not(metadata: ViewAndMutationMeta | None, trace: GraphModule, dynamo: G
     return None
 
 
+TRACE_HIT = "hit in front of the passes"
+
+
 @dataclass
 class Ticket:
     """Attributes:
-    state: ``"hit"``, ``"stored"``, or why neither; for the report.
-    trace: what was loaded, on a hit.
+    state: ``"hit"``, ``"hit in front of the passes"``, ``"stored"``, or why neither; for the report.
+    trace: what was loaded or traced.
+    final: what was loaded, on a hit.
     """
 
     state: str
     trace: Trace | None = None
+    final: Final | None = None
     _dynamo: GraphModule | None = None
     _folder: Folder | None = None
     _key: str = ""
+    _final_key: str | None = None
     _symbols: dict[sympy.Symbol, int] = field(default_factory=dict)
     _before: dict[str, Any] = field(default_factory=dict)
 
     def keep_aot(self, graph: GraphModule) -> None:
         """Write AOT's trace to the cache, if a call of it is a call and nothing more. Call before any pass."""
-        if self._folder is None or self._dynamo is None or self.trace is not None:
+        if self._folder is None or self._dynamo is None:
             return
         context = TracingContext.try_get()
         metadata = context.fw_metadata if context is not None else None
@@ -94,20 +103,38 @@ class Ticket:
             self.keep(_trace(graph, metadata))
 
     def keep(self, trace: Trace) -> None:
-        """Write a trace to the cache, unless it was loaded from there or cannot be kept. Call before any pass."""
-        if self._folder is None or self._dynamo is None or self.trace is not None:
+        """Write a trace to the cache, unless it cannot be kept. Call before any pass."""
+        if self._folder is not None and self._dynamo is not None:
+            dynamo, symbols = self._dynamo, self._symbols
+            reason = self._write(self._key, "trace", lambda: to_plain(trace, dynamo, symbols))
+            self.trace = trace if reason is None else None
+            self.state = "stored" if reason is None else f"not cached: {reason}"
+
+    def keep_final(self, graph: GraphModule, plan: Plan, passes: Sequence[PassRecord]) -> None:
+        """Write what the passes made of the trace, where the trace can be kept."""
+        if self.trace is None or self._dynamo is None or self._final_key is None:
             return
+        dynamo, symbols = self._dynamo, self._symbols
+        final = Final(replace(self.trace, graph=graph), plan, tuple(passes))
+        reason = self._write(self._final_key, "final", lambda: final_to_plain(final, dynamo, symbols))
+        if reason is not None:
+            self.state = f"{'stored in front of the passes' if self.state == 'stored' else self.state}: {reason}"
+
+    def _write(self, key: str, stage: str, plain: Callable[[], dict[str, Any]]) -> str | None:
+        """Why an entry could not be written, or None."""
+        assert self._folder is not None
+        assert self._dynamo is not None
         try:
             if _knowledge(self._before.get("var_to_range")) != self._before:
-                raise NotCacheableError("tracing added guards")
-            body = to_plain(trace, self._dynamo, self._symbols)
-            self._folder.write(self._key, _header(self._dynamo, body), body)
-            self.state = "stored"
+                raise NotCacheableError("tracing added guards" if stage == "trace" else "a pass added guards")
+            body = plain()
+            self._folder.write(key, {"stage": stage, **_header(self._dynamo, body)}, body)
         except NotCacheableError as reason:
-            self.state = f"not cached: {reason}"
+            return str(reason)
         except OSError as error:
-            self.state = f"not cached: {error}"
             log.warning("compile cache: %s", error)
+            return str(error)
+        return None
 
 
 def _trace(graph: GraphModule, metadata: Any) -> Trace:
@@ -132,20 +159,17 @@ def _header(dynamo: GraphModule, body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _load(body: Any, gm: GraphModule, inputs: Sequence[Any], symbols: dict[sympy.Symbol, int]) -> Trace:
-    """The trace of an entry, on fakes AOT would trace with."""
-    mode = TracingContext.get().fake_mode
-    if mode is None:
-        raise DamagedError("the trace in progress has no fakes")
-    return from_plain(body, gm, fake_inputs(inputs, mode), mode, symbols)
+def look_up(
+    gm: GraphModule, inputs: Sequence[Any], wanted: bool = True, settings: Mapping[str, Any] | None = None
+) -> Ticket:
+    """Look for the final graph of Dynamo's graph, then for its trace.
 
-
-def look_up(gm: GraphModule, inputs: Sequence[Any], wanted: bool = True) -> Ticket:
-    """Look for the trace of Dynamo's graph. An entry that cannot be used is a miss, with one warning, and is replaced.
+    An entry that cannot be used is a miss, with one warning, and is replaced.
 
     Args:
         inputs: the tensors and sizes Dynamo gives with it.
         wanted: False neither reads nor writes (``Options.cache``).
+        settings: all that the passes consult; None where they have to run.
 
     Raises:
         CompileError: an environment variable of the cache has an impossible value.
@@ -162,19 +186,32 @@ def look_up(gm: GraphModule, inputs: Sequence[Any], wanted: bool = True) -> Tick
         key, symbols = make_key(gm)
     except NotCacheableError as reason:
         return Ticket(f"not cached: {reason}")
-    before = _knowledge()
-    ticket = Ticket("not cached", None, gm, folder, key, symbols, before)
-    try:
-        found = folder.read(key)
-        if found is not None:
+    behind = None if settings is None else final_key(key, settings)
+    ticket = Ticket("not cached", None, None, gm, folder, key, behind, symbols, _knowledge())
+    mode = TracingContext.get().fake_mode
+    if mode is None:
+        return ticket
+
+    def load(name: str | None, read: Callable[..., Any]) -> Any:
+        try:
+            found = folder.read(name) if name is not None else None
+            if name is None or found is None:
+                return None
             header, body = found
             if header.get("versions") != versions():
                 raise DamagedError("it was written by other versions")
-            ticket.trace = _load(body, gm, inputs, symbols)
-            ticket.state = "hit"
-            folder.touch(key)
-    except (DamagedError, OSError) as error:
-        log.warning("compile cache: ignoring %s/%s.json: %s", folder.path, key, error)
+            made = read(body, gm, fake_inputs(inputs, mode), mode, symbols)
+            folder.touch(name)
+            return made
+        except (DamagedError, OSError) as error:
+            log.warning("compile cache: ignoring %s/%s.json: %s", folder.path, name, error)
+            return None
+
+    ticket.final = load(behind, final_from_plain)
+    if ticket.final is None:
+        ticket.trace = load(key, from_plain)
+    if ticket.final is not None or ticket.trace is not None:
+        ticket.state = "hit" if ticket.final is not None else TRACE_HIT
     return ticket
 
 

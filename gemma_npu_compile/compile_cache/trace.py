@@ -6,6 +6,8 @@ from the graph at hand, so that messages and dumps show today's source lines.
 
 import base64
 import itertools
+import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -35,8 +37,9 @@ from gemma_npu_compile.compile_cache.names import (
     target_name,
 )
 
-MAX_CONSTANT = 2**16
-"""Bytes of all tensors a trace may hold; larger ones are weights, which no entry has."""
+MAX_CONSTANT, MAX_UNPACKED = 2**16, 2**26
+"""Bytes of a tensor a trace may hold, as they are packed and not: masks pack well, weights do not, and no entry has
+any."""
 
 _TRACE = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
@@ -72,7 +75,11 @@ class _Writer:
         self._symbols = symbols
         self._fakes: dict[str, int] = {}
         self.fakes: list[Any] = []
-        self._origins = {node.name: (index, node) for index, node in enumerate(dynamo.nodes)}
+        self._dynamo = {node.name: (place, node) for place, node in enumerate(dynamo.nodes)}
+        self._places: dict[str, dict[str, list[int]]] = {key: {} for key in _TRACE}
+        for place, node in self._dynamo.values():
+            for key in filter(node.meta.__contains__, _TRACE):
+                self._places[key].setdefault(str(node.meta[key]), []).append(place)
 
     def size(self, size: Any) -> Any:
         return encode_size(size, self._symbols)
@@ -95,39 +102,48 @@ class _Writer:
             self.fakes.append(fake)
         return {"v": self._fakes[key]}
 
-    def origin(self, node: Node) -> list[Any] | None:
-        """``[i, *keys]``: the node of Dynamo's graph this one has its place in the source from, and what of it."""
-        keys = [key for key in _TRACE if key in node.meta]
-        wanted = [node.meta[key] for key in keys]
-        named = (self._origins.get(source.name) for source in node.meta.get("from_node", ()))
-        for found in itertools.chain(filter(None, named), self._origins.values()) if keys else ():
-            if [found[1].meta.get(key) for key in keys] == wanted:
-                return [found[0], *keys]
-        return None
+    def origin(self, node: Node) -> dict[str, int]:
+        """Nodes of Dynamo's graph this one has its place in the source from; what passes made may have it from two."""
+        wanted = {key: node.meta[key] for key in _TRACE if key in node.meta}
+        for source in node.meta.get("from_node", ()) if wanted else ():
+            place, found = self._dynamo.get(source.name, (0, None))
+            if found is not None and {key: found.meta.get(key) for key in wanted} == wanted:
+                return dict.fromkeys(wanted, place)
+        alike = {key: self._places[key].get(str(each), []) for key, each in wanted.items()}
+        common = set.intersection(*map(set, alike.values())) if alike else set()
+        return {key: min(common or places) for key, places in alike.items() if places}
 
 
 def _constant(tensor: Any) -> dict[str, Any]:
-    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
         raise NotCacheableError(f"the trace holds a {type(tensor).__name__}")
     with _disable_current_modes():  # the trace's fakes have no contents
-        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    if len(data) > MAX_CONSTANT:
-        raise NotCacheableError(f"the trace holds a tensor of {len(data)} bytes")
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return {"dtype": dtype, "shape": list(tensor.shape), "data": base64.b64encode(data).decode()}
+        plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    packed = zlib.compress(plain, 1) if len(plain) <= MAX_UNPACKED else plain
+    if len(packed) > MAX_CONSTANT:
+        raise NotCacheableError(f"the trace holds a tensor of {len(plain)} bytes")
+    dtype, device = str(tensor.dtype).removeprefix("torch."), str(tensor.device)
+    return {"dtype": dtype, "device": device, "shape": list(tensor.shape), "data": base64.b64encode(packed).decode()}
 
 
-def to_plain(trace: Trace, dynamo: GraphModule, symbols: dict[sympy.Symbol, int]) -> dict[str, Any]:
+def to_plain(
+    trace: Trace,
+    dynamo: GraphModule,
+    symbols: dict[sympy.Symbol, int],
+    sources: Sequence[int | None] | None = None,
+) -> dict[str, Any]:
     """The trace as JSON.
 
     Args:
         dynamo: the graph that was traced.
         symbols: its symbols by position (key.py).
+        sources: input of Dynamo's graph behind each placeholder, None for what is none; without it, they are the same.
 
     Raises:
         NotCacheableError: something in the trace has no plain form; names it.
     """
     writer, nodes, constants = _Writer(dynamo.graph, symbols), [], {}
+    given = iter(itertools.count() if sources is None else sources)
     order = {node: index for index, node in enumerate(trace.graph.graph.nodes)}
     for node in trace.graph.graph.nodes:
         plain: dict[str, Any] = {"op": node.op, "name": node.name}
@@ -141,7 +157,11 @@ def to_plain(trace: Trace, dynamo: GraphModule, symbols: dict[sympy.Symbol, int]
             constants[node.target] = _constant(getattr(trace.graph, str(node.target), None))
         elif node.op == "output":
             plain["args"] = [encode(each, order.__getitem__) for each in node.args]
-        elif node.op != "placeholder":
+        elif node.op == "placeholder":
+            plain["input"] = next(given)
+            if plain["input"] is None:
+                plain["value"] = writer.value(node.meta.get("val"))  # host lists have none
+        else:
             raise NotCacheableError(f"the trace has a {node.op}")
         nodes.append(plain)
     names = trace.graph.graph._graph_namespace  # also of nodes that are gone: names passes make follow from it
@@ -201,12 +221,13 @@ class _Reader:
 
 
 def _tensor(plain: Any) -> torch.Tensor:
-    data = bytearray(base64.b64decode(plain["data"], validate=True))
-    if len(data) > MAX_CONSTANT:
-        raise DamagedError("a constant is too large")
     dtype, shape = _of_torch(plain["dtype"], torch.dtype), [index(size, 2**31) for size in plain["shape"]]
+    nbytes, unpacking = index(math.prod(shape) * dtype.itemsize, MAX_UNPACKED + 1), zlib.decompressobj()
+    data = bytearray(unpacking.decompress(base64.b64decode(plain["data"], validate=True), nbytes + 1))
+    if len(data) != nbytes or not unpacking.eof:
+        raise DamagedError("a constant has another size")
     flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-    return flat.reshape(shape)
+    return flat.reshape(shape).to(plain["device"])
 
 
 def _identifier(name: Any) -> str:
@@ -217,7 +238,12 @@ def _identifier(name: Any) -> str:
 
 
 def from_plain(
-    plain: Any, dynamo: GraphModule, inputs: Sequence[Any], mode: FakeTensorMode, symbols: dict[sympy.Symbol, int]
+    plain: Any,
+    dynamo: GraphModule,
+    inputs: Sequence[Any],
+    mode: FakeTensorMode,
+    symbols: dict[sympy.Symbol, int],
+    sources: Sequence[int | None] | None = None,
 ) -> Trace:
     """The trace :func:`to_plain` wrote, in terms of the graph at hand.
 
@@ -225,11 +251,15 @@ def from_plain(
         dynamo: the graph the key was made of, whose nodes have the source lines and modules.
         inputs: fakes and sizes of its inputs, in ``mode``.
         symbols: its symbols by position.
+        sources: as it was written with.
 
     Raises:
         DamagedError: the data does not describe a trace of this graph.
     """
     try:
+        found = [each["input"] for each in plain["nodes"] if each["op"] == "placeholder"]
+        if found != list(range(len(inputs)) if sources is None else sources):
+            raise DamagedError("it has other inputs")
         return _from_plain(plain, dynamo, inputs, mode, symbols)
     except DamagedError:
         raise
@@ -240,7 +270,7 @@ def from_plain(
 def _from_plain(
     plain: Any, dynamo: GraphModule, inputs: Sequence[Any], mode: FakeTensorMode, symbols: dict[sympy.Symbol, int]
 ) -> Trace:
-    given, origins = iter(inputs), list(dynamo.graph.nodes)
+    origins = list(dynamo.graph.nodes)
     if plain["symbols"] != len(symbols):
         raise DamagedError("another number of symbols")
     reader, graph = _Reader(plain["fakes"], mode, list(symbols)), Graph()
@@ -253,10 +283,8 @@ def _from_plain(
             kwargs = {_identifier(key): decode(arg, nodes) for key, arg in each["kwargs"].items()}
             node = graph.create_node(op, find_target(each["target"]), args, kwargs, name=name)
             node.meta["val"] = reader.value(each["value"])
-            if each["origin"] is not None:
-                number, *keys = each["origin"]
-                source = origins[index(number, len(origins))]
-                node.meta.update({key: source.meta[key] for key in _TRACE if key in keys})
+            for key in filter(each["origin"].__contains__, _TRACE):
+                node.meta[key] = origins[index(each["origin"][key], len(origins))].meta[key]
         elif op == "get_attr":
             if each["target"] not in constants:
                 raise DamagedError(f"there is no constant {each['target']!r}")
@@ -265,15 +293,15 @@ def _from_plain(
         elif op == "output":
             node = graph.create_node(op, "output", tuple(decode(arg, nodes) for arg in each["args"]), name=name)
         elif op == "placeholder":
-            node = graph.create_node(op, name, name=name)
-            node.meta["val"] = next(given)
+            node, place = graph.create_node(op, name, name=name), each["input"]
+            found = reader.value(each["value"]) if place is None else inputs[index(place, len(inputs))]
+            if found is not None:
+                node.meta["val"] = found
         else:
             raise DamagedError(f"there is no node of kind {op!r}")
         if node.name != name:
             raise DamagedError(f"there are two nodes {name!r}, or it is no name")
         nodes.append(node)
-    if next(given, None) is not None:
-        raise DamagedError("inputs are missing")
     graph.lint()
     module = torch.nn.Module()
     for name, tensor in constants.items():

@@ -108,3 +108,9 @@ def library() -> ctypes.CDLL:
     if isinstance(found, NoKernelsError):
         raise found
     return found
+
+
+def why_no_kernels() -> str | None:
+    """The reason of :class:`NoKernelsError`, or None where there are kernels."""
+    found = _load()
+    return str(found) if isinstance(found, NoKernelsError) else None

@@ -12,6 +12,18 @@ from gemma_npu_compile.compile_cache import Folder
 from gemma_npu_compile.report import GraphReport, collect
 
 
+def _entry(folder: Folder, stage: str) -> Path:
+    """The one entry of a stage: a ``trace``, in front of the passes, or a ``final`` graph, behind them."""
+    (found,) = (each.key for each in folder.entries() if each.header and each.header["stage"] == stage)
+    return folder.path / f"{found}.json"
+
+
+@pytest.fixture
+def entry() -> Callable[[Folder, str], Path]:
+    """Finds the entry of a stage."""
+    return _entry
+
+
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Folder:
     """An empty cache, switched on."""
@@ -47,3 +59,13 @@ def no_aot(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         raise AssertionError("AOT was called")
 
     return lambda: monkeypatch.setattr("torch._dynamo.backends.common.aot_module_simplified", refuse)
+
+
+@pytest.fixture
+def no_passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Call it, and running passes is an error from then on."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("passes ran")
+
+    return lambda: monkeypatch.setattr("gemma_npu_compile.backend.run_passes", refuse)

@@ -28,8 +28,10 @@ class Recorder(Backend):
     graph: GraphModule
     args: list[Any]
 
-    def _build(self, gm: GraphModule, static: set[int], *rest: Any) -> Any:
-        super()._build(copied(gm), static, *rest)  # labels are written to the nodes
+    def _rewrite(self, gm: GraphModule, *rest: Any) -> None:
+        super()._rewrite(copied(gm), *rest)  # labels are written to the nodes
+
+    def _run(self, gm: GraphModule, *rest: Any) -> Any:
         self.graph = gm
         for index, node in enumerate(placeholders(gm)):
             node.meta.setdefault("source", index)
