@@ -163,7 +163,8 @@ class Backend:
             report.seconds["aot"] = time.perf_counter() - start
             if ticket.final is None:
                 self._rewrite(graph, static, labels, parsed, wanted, report)
-                ticket.keep_final(graph, report.plan, report.passes)
+                if report.plan is not None:
+                    ticket.keep_final(graph, report.plan, report.passes)
             else:
                 report.plan, report.passes = ticket.final.plan, list(ticket.final.passes)
                 report.nodes, report.seconds["passes"] = len(graph.graph.nodes), 0.0
