@@ -215,11 +215,12 @@ class HostGraph:
             block[offset : offset + spec.nbytes].view(spec.dtype).as_strided(spec.size, spec.stride)
             for offset, spec in offsets[node]
         ]
-        if target in _COPIES:
+        if buffers and not any(each.numel() for each in buffers):
+            pass  # nothing to compute
+        elif target in _COPIES:
             commands = self._commands(aten.copy_.default, None, (buffers[0], args[0]), {})
             self.tasks.append(Task(node.name, aten.copy_.default, (buffers[0], args[0]), {}, commands=commands))
-            return buffers[0]
-        if kernel is not None:
+        elif kernel is not None:
             into = buffers[0] if len(buffers) == 1 else tuple(buffers)
             kwargs = {**kwargs, "out": into}
             commands = self._commands(target, kernel, args, kwargs)

@@ -7,10 +7,10 @@ namespace {
 
 // keys, values (tokens, row bytes) with strides in bytes; caches of `room` slots
 template <class S>
-void store_kv(const Word* a, Shared& shared, int t, int n) {
+void store_kv(const Word* a, Shared& shared, Units units) {
     const S* slots = (const S*)a[4];
     int64_t tokens = a[5], room = a[6], bytes = a[7];
-    Share mine(tokens, t, n);
+    Share mine(tokens, units);
     for (int64_t i = mine.begin; i < mine.end; i++) {
         int64_t slot = slots[i];
         if (slot < 0 || slot >= room) {
@@ -125,7 +125,7 @@ void attend(const Attention& s, Shared& shared, int64_t row, int64_t kv_head, in
         const T *pair[2], *next[2];
         for (int i = 0; i < 2; i++) {
             pair[i] = keys[std::min(j + i, count - 1)];
-            next[i] = keys[std::min(j + i + AHEAD, count - 1)];
+            next[i] = keys[std::min(j + i + 8, count - 1)];
         }
         float result[4 * 2];
         auto keep = [&](int64_t g, int many) {
@@ -187,9 +187,10 @@ inline void bounds(const Attention& s, Shared& shared, int64_t row, int64_t& beg
 // All chunks of all rows. out, query: addresses 0, 1 with strides (row, query, head) at 21, 18; keys, values (blocks,
 // block, kv_heads, width); table int32 with a row stride; lengths int32.
 template <class T>
-void attention(const Word* a, Shared& shared, int t, int n) {
+void attention(const Word* a, Shared& shared, Units units) {
     Attention s{a};
-    for (int64_t unit = t; unit < s.rows() * s.kv_heads() * s.chunks(); unit += n) {
+    Share mine(s.rows() * s.kv_heads() * s.chunks(), units);
+    for (int64_t unit = mine.begin; unit < mine.end; unit++) {
         int64_t chunk = unit % s.chunks(), head = unit / s.chunks() % s.kv_heads();
         int64_t row = unit / s.chunks() / s.kv_heads(), begin, end;
         bounds(s, shared, row, begin, end);
@@ -201,10 +202,10 @@ void attention(const Word* a, Shared& shared, int t, int n) {
 
 // What the chunks of each row add up to; the words are those of `attention`.
 template <class T>
-void combine(const Word* a, Shared& shared, int t, int n) {
+void combine(const Word* a, Shared& shared, Units units) {
     Attention s{a};
     const int64_t group = s.group(), width = s.width(), q_len = s.queries(), per_kv = s.heads() / s.kv_heads();
-    Share mine(s.rows() * s.heads() * q_len, t, n);
+    Share mine(s.rows() * s.heads() * q_len, units);
     for (int64_t unit = mine.begin; unit < mine.end; unit++) {
         int64_t q = unit % q_len, head = unit / q_len % s.heads(), row = unit / q_len / s.heads(), begin, end;
         bounds(s, shared, row, begin, end);

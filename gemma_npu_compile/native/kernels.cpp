@@ -1,8 +1,8 @@
 // CPU kernels of a captured step, and the loop that replays them.
 //
 // A program is a list of commands over one array of 64-bit words; program.py writes it. Words are addresses, sizes,
-// strides in elements, or the bits of a double. A command's work is cut into units, and threads take them; the next
-// command starts when all are done. A result element is computed in one order whatever the number of threads or rows, so
+// strides in elements, or the bits of a double. A command's work is cut into units, and threads take several at a time,
+// fewer towards the end: what lies together is read by one thread. The next command starts when all are done. A result element is computed in one order whatever the number of threads or rows, so
 // results depend on neither. Arithmetic is float32; results are rounded once, to nearest even.
 
 #include <mutex>
@@ -17,7 +17,7 @@
 
 namespace {
 
-typedef void (*Kernel)(const Word*, Shared&, int, int);
+typedef void (*Kernel)(const Word*, Shared&, Units);
 
 // In the order of program.py.
 const Kernel KERNELS[] = {
@@ -30,7 +30,7 @@ const Kernel KERNELS[] = {
     attention<float>, attention<bf16>, combine<float>, combine<bf16>,
     binary<float, 0>, binary<bf16, 0>, binary<float, 1>, binary<bf16, 1>,
     binary<float, 2>, binary<bf16, 2>, binary<float, 3>, binary<bf16, 3>,
-    copy<uint8_t>, copy<uint16_t>, copy<uint32_t>, copy<uint64_t>,
+    copy<uint8_t>, copy<uint16_t>, copy<uint32_t>, copy<uint64_t>, copy<float, bf16>, copy<bf16, float>,
     take,
     argmax<float>, argmax<bf16>,
     tanh_rows<float>, tanh_rows<bf16>,
@@ -47,7 +47,7 @@ struct Program {
 };
 
 // Threads that help. The one that runs a program goes from command to command and offers each command's units; who has
-// time takes the next one. A helper that lost its core holds nobody up, unless it lost it inside of a unit.
+// time takes the next ones. A helper that lost its core holds nobody up, unless it lost it inside of a unit.
 class Pool {
   public:
     std::mutex busy;
@@ -60,7 +60,7 @@ class Pool {
         for (int64_t i = 1; i <= program.count; i++, next += 3 + next[1]) {
             current = i;
             if (next[2] == 1 || threads == 1)
-                for (int unit = 0; unit < next[2]; unit++) KERNELS[next[0]](next + 3, given, unit, int(next[2]));
+                KERNELS[next[0]](next + 3, given, {0, next[2], next[2]});
             else
                 offer(next, i);
         }
@@ -70,7 +70,7 @@ class Pool {
     static constexpr int BITS = 12;  // of a number of units
     static constexpr uint64_t MASK = (1 << BITS) - 1;
 
-    int helpers = 0;
+    std::atomic<int> helpers{0};
     std::atomic<uint64_t> offered{0};  // serial number of the command, its units, the next unit nobody took
     std::atomic<int> done{0}, sleeping{0};
     std::atomic<uint32_t> ticket{0};
@@ -78,14 +78,16 @@ class Pool {
     Word index = 0;
     Shared* shared = nullptr;
 
-    // One unit of what is offered, if there is one.
+    // Some units of what is offered, if there are any: a share of what is left, so that all end at about the same time.
     bool take() {
         uint64_t seen = offered.load();
         uint64_t units = seen >> BITS & MASK, unit = seen & MASK;
-        if (unit >= units || !offered.compare_exchange_strong(seen, seen + 1)) return unit < units;
+        if (unit >= units) return false;
+        uint64_t many = std::max<uint64_t>(1, (units - unit) / (2 * (helpers + 1)));
+        if (!offered.compare_exchange_strong(seen, seen + many)) return true;
         current = index;
-        KERNELS[at[0]](at + 3, *shared, int(unit), int(units));
-        done.fetch_add(1, std::memory_order_release);
+        KERNELS[at[0]](at + 3, *shared, {int64_t(unit), int64_t(unit + many), int64_t(units)});
+        done.fetch_add(int(many), std::memory_order_release);
         return true;
     }
     bool open() const {

@@ -65,48 +65,52 @@ inline void tile(const float* x, int64_t ldx, const T* const* w, const T* const*
     sums<MB * NB>(acc, result);
 }
 
-constexpr int AHEAD = 8;  // rows of a weight, or keys, between the one read and the one asked for
+constexpr int64_t AHEAD = 2048;  // bytes between what is read of a stream and what is asked for
 
+template <class T>
+inline const T* ahead(const T* row) {
+    return (const T*)((const char*)row + AHEAD);
+}
+
+// MB rows of x times NB rows of w, `apart` columns from each other.
 template <int MB, int NB, class T>
-inline void product(const float* x, int64_t k, const T* const* w, const T* const* next, T* y, int64_t ldy) {
+inline void product(const float* x, int64_t k, const T* w, int64_t apart, T* y, int64_t ldy) {
+    const T *rows[NB], *next[NB];
+    for (int b = 0; b < NB; b++) {
+        rows[b] = w + b * apart * k;
+        next[b] = ahead(rows[b]);
+    }
     float result[MB * NB];
-    tile<MB, NB>(x, k, w, next, k, result);
+    tile<MB, NB>(x, k, rows, next, k, result);
     for (int a = 0; a < MB; a++)
-        for (int b = 0; b < NB; b++) put(y[a * ldy + b], result[a * NB + b]);
+        for (int b = 0; b < NB; b++) put(y[a * ldy + b * apart], result[a * NB + b]);
 }
 
 // All rows of x times NB rows of w.
 template <int NB, class T>
-void columns(const float* x, int64_t m, int64_t k, const T* w, T* y, int64_t ldy) {
-    const T *rows[NB], *next[NB];
-    for (int b = 0; b < NB; b++) {
-        rows[b] = w + b * k;
-        next[b] = rows[b] + AHEAD * k;
-    }
+void columns(const float* x, int64_t m, int64_t k, const T* w, int64_t apart, T* y, int64_t ldy) {
     int64_t i = 0;
-    if constexpr (NB <= 2)
-        for (; i + 4 <= m; i += 4) product<4, NB>(x + i * k, k, rows, next, y + i * ldy, ldy);
-    if constexpr (NB <= 4)
-        for (; i + 2 <= m; i += 2) product<2, NB>(x + i * k, k, rows, next, y + i * ldy, ldy);
-    for (; i < m; i++) product<1, NB>(x + i * k, k, rows, next, y + i * ldy, ldy);
+    for (; i + 4 <= m; i += 4) product<4, NB>(x + i * k, k, w, apart, y + i * ldy, ldy);
+    if (m - i == 3) product<3, NB>(x + i * k, k, w, apart, y + i * ldy, ldy);
+    if (m - i == 2) product<2, NB>(x + i * k, k, w, apart, y + i * ldy, ldy);
+    if (m - i == 1) product<1, NB>(x + i * k, k, w, apart, y + i * ldy, ldy);
 }
 
-// y (m, n), x (m, k) with row strides; w (n, k) contiguous; k a multiple of 8.
+// y (m, n), x (m, k) with row strides; w (n, k) contiguous; k a multiple of 8. The weight is read as two streams, each
+// from its first byte to its last: neighbouring rows read side by side would be two that stop and jump at every row,
+// which processors do not foresee.
 template <class T>
-void linear(const Word* a, Shared&, int t, int n) {
+void linear(const Word* a, Shared&, Units units) {
     T* y = (T*)a[0];
     const T *x = (const T*)a[1], *w = (const T*)a[2];
     int64_t m = a[3], width = a[4], k = a[5], ldy = a[6], ldx = a[7];
-    Share mine(width, t, n, 8);
+    Share mine(width, units, 8);
     float* wide = own(m * k);
     for (int64_t i = 0; i < m; i++) spread(x + i * ldx, k, wide + i * k);
+    const int64_t half = (mine.end - mine.begin) / 2;
     int64_t j = mine.begin;
-    if (m == 1)
-        for (; j + 8 <= mine.end; j += 8) columns<8>(wide, m, k, w + j * k, y + j, ldy);
-    if (m < 4)
-        for (; j + 4 <= mine.end; j += 4) columns<4>(wide, m, k, w + j * k, y + j, ldy);
-    for (; j + 2 <= mine.end; j += 2) columns<2>(wide, m, k, w + j * k, y + j, ldy);
-    for (; j < mine.end; j++) columns<1>(wide, m, k, w + j * k, y + j, ldy);
+    for (; j < mine.begin + half; j++) columns<2>(wide, m, k, w + j * k, half, y + j, ldy);
+    if (j += half; j < mine.end) columns<1>(wide, m, k, w + j * k, 0, y + j, ldy);
 }
 
 }  // namespace

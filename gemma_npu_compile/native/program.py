@@ -25,7 +25,7 @@ _NAMES = (
     *("store_kv.i32", "store_kv.i64"),
     *("attention.f32", "attention.bf16", "combine.f32", "combine.bf16"),
     *(f"{name}.{dtype}" for name in ("add", "sub", "mul", "div") for dtype in ("f32", "bf16")),
-    *("copy.1", "copy.2", "copy.4", "copy.8"),
+    *("copy.1", "copy.2", "copy.4", "copy.8", "copy.f32.bf16", "copy.bf16.f32"),
     "take",
     *("argmax.f32", "argmax.bf16"),
     *("tanh.f32", "tanh.bf16"),

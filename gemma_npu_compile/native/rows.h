@@ -25,21 +25,21 @@ void norm_row(T* out, const T* x, const W* weight, int64_t width, float eps) {
 
 // out (count, width) contiguous; x rows; weight (width) or none; eps
 template <class T, class W>
-void rms_norm(const Word* a, Shared&, int t, int n) {
+void rms_norm(const Word* a, Shared&, Units units) {
     T* out = (T*)a[0];
     Rows<const T> x{(const T*)a[1], a + 6, a + 9};
-    Share mine(a[3], t, n);
+    Share mine(a[3], units);
     for (int64_t i = mine.begin; i < mine.end; i++)
         norm_row(out + i * a[4], x[i], (const W*)a[2], a[4], number(a[5]));
 }
 
 // normed, total (count, width) contiguous; x, residual rows of one shape; weight or none; eps
 template <class T, class W>
-void add_rms_norm(const Word* a, Shared&, int t, int n) {
+void add_rms_norm(const Word* a, Shared&, Units units) {
     T *normed = (T*)a[0], *total = (T*)a[1];
     Rows<const T> x{(const T*)a[2], a + 8, a + 11}, residual{(const T*)a[3], a + 8, a + 14};
     int64_t width = a[6];
-    Share mine(a[5], t, n);
+    Share mine(a[5], units);
     for (int64_t i = mine.begin; i < mine.end; i++) {
         const T *left = x[i], *right = residual[i];
         T* row = total + i * width;
@@ -52,12 +52,12 @@ void add_rms_norm(const Word* a, Shared&, int t, int n) {
 
 // out (tokens, heads, width) contiguous; x rows (.., heads); cos, sin (tokens, width) rows of one layout
 template <class T, class C>
-void rotary(const Word* a, Shared&, int t, int n) {
+void rotary(const Word* a, Shared&, Units units) {
     T* out = (T*)a[0];
     Rows<const T> x{(const T*)a[1], a + 7, a + 10};
     Rows<const C> cos{(const C*)a[2], a + 13, a + 16}, sin{(const C*)a[3], a + 13, a + 19};
     int64_t heads = a[5], width = a[6], half = width / 2;
-    Share mine(a[4] * heads, t, n);
+    Share mine(a[4] * heads, units);
     for (int64_t i = mine.begin; i < mine.end; i++) {
         const T* row = x[i];
         const C *c = cos[i / heads], *s = sin[i / heads];
@@ -72,11 +72,11 @@ void rotary(const Word* a, Shared&, int t, int n) {
 
 // out (count, width) contiguous; gate and up rows of one shape
 template <class T>
-void gelu_mul(const Word* a, Shared&, int t, int n) {
+void gelu_mul(const Word* a, Shared&, Units units) {
     T* out = (T*)a[0];
     Rows<const T> gate{(const T*)a[1], a + 5, a + 8}, up{(const T*)a[2], a + 5, a + 11};
     int64_t count = a[3], width = a[4], pieces = width / LANES;
-    Share mine(count * pieces, t, n, 16);
+    Share mine(count * pieces, units, 16);
     for (int64_t u = mine.begin; u < mine.end; u++) {
         int64_t i = u / pieces, j = u % pieces * LANES;
         store(out + i * width + j, gelu(load(gate[i] + j)) * load(up[i] + j));
@@ -96,18 +96,18 @@ inline float sine(float x, int quarters) {
 }
 
 // out (count) and x (count), contiguous: cosines for 1 quarter of a turn ahead, sines for 0
-inline void sines(const Word* a, Shared&, int t, int n) {
-    Share mine(a[2], t, n);
+inline void sines(const Word* a, Shared&, Units units) {
+    Share mine(a[2], units);
     for (int64_t i = mine.begin; i < mine.end; i++) ((float*)a[0])[i] = sine(((const float*)a[1])[i], int(a[3]));
 }
 
 // out (count, width) contiguous; x rows
 template <class T>
-void tanh_rows(const Word* a, Shared&, int t, int n) {
+void tanh_rows(const Word* a, Shared&, Units units) {
     T* out = (T*)a[0];
     Rows<const T> x{(const T*)a[1], a + 4, a + 7};
     int64_t pieces = a[3] / LANES;
-    Share mine(a[2] * pieces, t, n, 16);
+    Share mine(a[2] * pieces, units, 16);
     for (int64_t u = mine.begin; u < mine.end; u++) {
         int64_t i = u / pieces, j = u % pieces * LANES;
         store(out + i * a[3] + j, tanh(load(x[i] + j)));

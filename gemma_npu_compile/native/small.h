@@ -1,18 +1,20 @@
 // Small things between products; numbers are ATen's, bit for bit.
 #pragma once
 
+#include <type_traits>
+
 #include "threads.h"
 
 namespace {
 
 // out and the operands a, b with up to 4 sizes and strides; float32 arithmetic, one rounding, as ATen does
 template <class T, int OP>
-void binary(const Word* a, Shared&, int t, int n) {
+void binary(const Word* a, Shared&, Units units) {
     const Word *size = a + 4, *so = a + 8, *sa = a + 12, *sb = a + 16;
     T* out = (T*)a[0];
     const T *left = (const T*)a[1], *right = (const T*)a[2];
     const float fixed = number(a[3]);
-    Share mine(size[0] * size[1] * size[2], t, n);
+    Share mine(size[0] * size[1] * size[2], units);
     for (int64_t u = mine.begin; u < mine.end; u++) {
         int64_t i2 = u % size[2], i1 = u / size[2] % size[1], i0 = u / size[2] / size[1];
         T* to = out + i0 * so[0] + i1 * so[1] + i2 * so[2];
@@ -48,9 +50,9 @@ enum Integer { ADD, SUB, MUL, FLOOR_DIVIDE, REMAINDER, EQ, LEAST, MOST };
 
 // Indices, lengths and conversions: types of out and operands at 20; a fixed right operand where there is no second one,
 // which is not 0 where it divides.
-inline void integers(const Word* a, Shared&, int t, int n) {
+inline void integers(const Word* a, Shared&, Units units) {
     const Word *size = a + 4, *so = a + 8, *sa = a + 12, *sb = a + 16, *type = a + 20;
-    Share mine(size[0] * size[1] * size[2] * size[3], t, n);
+    Share mine(size[0] * size[1] * size[2] * size[3], units);
     for (int64_t u = mine.begin; u < mine.end; u++) {
         const int64_t to = offset(u, size, so), x = offset(u, size, sa), y = offset(u, size, sb);
         int64_t l = whole((const void*)a[1], x, type[1]), r = a[2] ? whole((const void*)a[2], y, type[2]) : a[3], result = 0;
@@ -70,9 +72,9 @@ inline void integers(const Word* a, Shared&, int t, int n) {
 
 // out[i] = from[i with index[i] in the place of one axis]; int64 indices, up to 4 axes, elements of `S`
 template <class S>
-void gather(const Word* a, Shared& shared, int t, int n) {
+void gather(const Word* a, Shared& shared, Units units) {
     const Word *size = a + 5, *so = a + 9, *si = a + 13, *sf = a + 17;  // the stride of `from` is 0 along that axis
-    Share mine(size[0] * size[1] * size[2] * size[3], t, n);
+    Share mine(size[0] * size[1] * size[2] * size[3], units);
     for (int64_t u = mine.begin; u < mine.end; u++) {
         const int64_t to = offset(u, size, so), at = offset(u, size, si), from = offset(u, size, sf);
         int64_t chosen = ((const int64_t*)a[2])[at];
@@ -83,26 +85,33 @@ void gather(const Word* a, Shared& shared, int t, int n) {
     }
 }
 
-// out and from with up to 4 sizes and strides in elements of `S`
-template <class S>
-void copy(const Word* a, Shared&, int t, int n) {
+// out and from with up to 4 sizes and strides in elements; of one size, or rounded as ATen rounds
+template <class To, class From = To>
+void copy(const Word* a, Shared&, Units units) {
+    constexpr bool same = std::is_same_v<To, From>;
     const Word *size = a + 2, *so = a + 6, *si = a + 10;
-    Share mine(size[0] * size[1] * size[2], t, n);
+    Share mine(size[0] * size[1] * size[2], units);
     for (int64_t u = mine.begin; u < mine.end; u++) {
         int64_t i2 = u % size[2], i1 = u / size[2] % size[1], i0 = u / size[2] / size[1];
-        S* to = (S*)a[0] + i0 * so[0] + i1 * so[1] + i2 * so[2];
-        const S* from = (const S*)a[1] + i0 * si[0] + i1 * si[1] + i2 * si[2];
-        if (so[3] == 1 && si[3] == 1)
-            memcpy(to, from, size[3] * sizeof(S));
-        else
-            for (int64_t j = 0; j < size[3]; j++) to[j * so[3]] = from[j * si[3]];
+        To* to = (To*)a[0] + i0 * so[0] + i1 * so[1] + i2 * so[2];
+        const From* from = (const From*)a[1] + i0 * si[0] + i1 * si[1] + i2 * si[2];
+        if (same && so[3] == 1 && si[3] == 1) {
+            memcpy(to, from, size[3] * sizeof(To));
+            continue;
+        }
+        for (int64_t j = 0; j < size[3]; j++) {
+            if constexpr (same)
+                to[j * so[3]] = from[j * si[3]];
+            else
+                put(to[j * so[3]], get(from[j * si[3]]));
+        }
     }
 }
 
 // out (count, bytes) contiguous; rows of a table of `room` rows chosen by int64 indices
-void take(const Word* a, Shared& shared, int t, int n) {
+void take(const Word* a, Shared& shared, Units units) {
     const int64_t* index = (const int64_t*)a[2];
-    Share mine(a[3], t, n);
+    Share mine(a[3], units);
     for (int64_t i = mine.begin; i < mine.end; i++) {
         if (index[i] < 0 || index[i] >= a[4])
             shared.fail(INDEX_OUT_OF_RANGE);
@@ -113,8 +122,8 @@ void take(const Word* a, Shared& shared, int t, int n) {
 
 // out int64 (count); x rows of `width`: the first of the largest, a NaN before all
 template <class T>
-void argmax(const Word* a, Shared&, int t, int n) {
-    Share mine(a[2], t, n);
+void argmax(const Word* a, Shared&, Units units) {
+    Share mine(a[2], units);
     Rows<const T> x{(const T*)a[1], a + 4, a + 7};
     for (int64_t i = mine.begin; i < mine.end; i++) {
         const T* row = x[i];

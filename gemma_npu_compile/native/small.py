@@ -42,9 +42,13 @@ def binary(name: str, left: Tensor, right: Tensor | float, out: Tensor) -> Comma
 
 
 def copy(source: Tensor, out: Tensor) -> Command | None:
-    """``out`` becomes ``source``, of the same dtype, broadcast to its shape."""
-    axes = four(out, source) if source.dtype == out.dtype and out.numel() else None
-    kernel = INDEX.get(f"copy.{out.element_size()}")
+    """``out`` becomes ``source``, broadcast to its shape; between float32 and bfloat16 it is rounded."""
+    kernel = (
+        INDEX.get(f"copy.{out.element_size()}")
+        if source.dtype == out.dtype
+        else kernel_of("copy", out.dtype, source.dtype)
+    )
+    axes = four(out, source) if kernel is not None and out.numel() else None
     if axes is None or kernel is None or source.is_complex():
         return None
     words = (word for axis in axes for word in axis)

@@ -41,12 +41,16 @@ struct Shared {  // of one run of a program
     }
 };
 
-struct Share {  // the part [begin, end) of `count` that unit t of n does, in steps of `step`
+struct Units {  // of a command's work: [begin, end) of `all`
+    int64_t begin, end, all;
+};
+
+struct Share {  // the part [begin, end) of `count` that these units are, in steps of `step`
     int64_t begin, end;
-    Share(int64_t count, int t, int n, int64_t step = 1) {
+    Share(int64_t count, Units units, int64_t step = 1) {
         int64_t steps = (count + step - 1) / step;
-        begin = std::min(count, steps * t / n * step);
-        end = std::min(count, steps * (t + 1) / n * step);
+        begin = std::min(count, steps * units.begin / units.all * step);
+        end = std::min(count, steps * units.end / units.all * step);
     }
 };
 

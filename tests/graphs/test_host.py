@@ -314,6 +314,13 @@ def test_operators_without_a_result() -> None:
         graph.replay()
 
 
+def test_results_without_elements_are_no_tasks() -> None:
+    graph = capture(lambda x: [x.new_empty(0), x[:0] * 2, x + 1], torch.ones(3))
+    graph.replay()
+    assert len(graph.tasks) == 1
+    assert [tuple(each.shape) for each in graph.outputs] == [(0,), (0,), (3,)]
+
+
 # ---- memory
 
 

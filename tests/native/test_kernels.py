@@ -34,6 +34,16 @@ def agree(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, **TOLERANCE[found.dtype])
 
 
+@pytest.mark.parametrize("width", [8, 504, 512, 520, 1032])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_row_reads_short_and_long_weights_alike(dtype, width):
+    """They are read in another order; what a row gives beside others it gives alone."""
+    x, weight = random(1, 3, width, dtype=dtype), random(2, 43, width, dtype=dtype)
+    found = native.linear(x, weight)
+    agree(found, (x.double() @ weight.double().t()).to(dtype))
+    assert all(torch.equal(native.linear(x[i : i + 1], weight)[0], found[i]) for i in range(3))
+
+
 @given(seeds, floats, st.integers(1, 9), st.integers(1, 37), st.integers(1, 9), st.booleans())
 def test_linear(seed, dtype, rows, width, eights, strided):
     x = random(seed, rows, 8 * eights + 8, dtype=dtype)[:, : 8 * eights]
@@ -275,6 +285,18 @@ def test_copies_and_lookups_are_atens():
         source, out = parts[1].transpose(0, 2), torch.zeros_like(parts[1]).transpose(0, 2)
         Program(COMMANDS[aten.copy_.default](out, source))()
         assert torch.equal(out, source)
+
+
+@given(seeds, floats, st.integers(1, 5), st.integers(1, 40), st.booleans())
+def test_a_copy_to_another_dtype_is_rounded_as_atens(seed, dtype, rows, width, turned):
+    other = torch.bfloat16 if dtype == torch.float32 else torch.float32
+    source = random(seed, rows, width, dtype=dtype)
+    source.view(-1)[0] = float("inf")
+    source = source.t() if turned else source
+    out = torch.zeros(source.shape, dtype=other)
+    (command,) = COMMANDS[aten.copy_.default](out, source)
+    Program([command])()
+    assert torch.equal(out, source.to(other))
 
 
 @given(seeds, floats, st.integers(1, 3), st.integers(1, 40), st.integers(0, 3))
