@@ -121,17 +121,18 @@ void attend(const Attention& s, Shared& shared, int64_t row, int64_t kv_head, in
         const T* from = s.at<const T>(s.a + 18, s.a[1], row, g % q_len, kv_head * per_kv + g / q_len);
         spread(from, width, query + g * width, number(s.a[15]));
     }
-    for (int64_t j = 0; j < count; j += 2) {
+    const int64_t half = (count + 1) / 2, far = std::max<int64_t>(1, AHEAD / int64_t(width * sizeof(T)));
+    for (int64_t j = 0; j < half; j++) {
         const T *pair[2], *next[2];
         for (int i = 0; i < 2; i++) {
-            pair[i] = keys[std::min(j + i, count - 1)];
-            next[i] = keys[std::min(j + i + 8, count - 1)];
+            pair[i] = keys[std::min(j + i * half, count - 1)];
+            next[i] = keys[std::min(j + i * half + far, count - 1)];
         }
         float result[4 * 2];
         auto keep = [&](int64_t g, int many) {
             for (int i = 0; i < many; i++) {
                 weights[(g + i) * CHUNK + j] = result[2 * i];
-                if (j + 1 < count) weights[(g + i) * CHUNK + j + 1] = result[2 * i + 1];
+                if (j + half < count) weights[(g + i) * CHUNK + j + half] = result[2 * i + 1];
             }
         };
         int64_t g = 0;
