@@ -268,9 +268,10 @@ class Engine:
         else:
             host_len = torch.tensor(state.lengths, dtype=torch.int32)
         output = self._call(kind, [*inputs, host_len])
-        tokens, accepted, token, hidden, seq_len = (
-            each[: len(rows)] for each in (output.tokens, output.accepted, output.token, output.hidden, output.seq_len)
-        )
+        found = output.tokens, output.accepted, output.token, output.hidden, output.seq_len
+        if len(output.tokens) > len(rows):  # one row ran beside a padded one
+            found = tuple(each[: len(rows)] for each in found)  # type: ignore[assignment]
+        tokens, accepted, token, hidden, seq_len = found
         if kind == "open":
             logits, drafts, states = (e[: len(rows)] for e in (output.target_logits, output.drafts, output.states))
             tokens = _choose(logits, drafts, state.seq_len + 1, draws, adjust)

@@ -45,22 +45,22 @@ class Results:
 
     def __init__(self, tokens: Tensor, accepted: Tensor | None) -> None:
         """Args: ``tokens`` ``(rows, n)`` and ``accepted`` ``(rows,)`` int64; without it, a row has all its tokens."""
-        packed = tokens if accepted is None else torch.cat([tokens, accepted.unsqueeze(1)], dim=1)
-        self._counted = accepted is not None
+        self._tokens, self._accepted = tokens, accepted
         self._event: torch.Event | None = None
-        self._packed = packed
-        if packed.device.type != "cpu":
-            self._packed = torch.empty_like(packed, device="cpu", pin_memory=True)
-            self._packed.copy_(packed, non_blocking=True)
-            self._event = torch.Event(packed.device)
+        if tokens.device.type != "cpu":
+            packed = tokens if accepted is None else torch.cat([tokens, accepted.unsqueeze(1)], dim=1)
+            host = torch.empty_like(packed, device="cpu", pin_memory=True)
+            host.copy_(packed, non_blocking=True)
+            self._tokens, self._accepted = (host, None) if accepted is None else (host[:, :-1], host[:, -1])
+            self._event = torch.Event(tokens.device)
             self._event.record()
 
     def read(self) -> tuple[list[list[int]], list[int]]:
         """Each row's new tokens, and how many drafts it accepted (0 for a prefill); waits for this launch alone."""
         if self._event is not None:
             self._event.synchronize()
-        rows = self._packed.tolist()
-        if not self._counted:
+        rows = self._tokens.tolist()
+        if self._accepted is None:
             return rows, [0] * len(rows)
-        accepted = [row.pop() for row in rows]
+        accepted = self._accepted.tolist()
         return [row[: n + 1] for row, n in zip(rows, accepted, strict=True)], accepted

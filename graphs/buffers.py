@@ -76,11 +76,16 @@ class StableBuffers:
             if rows is not None and item.rows is not None:
                 shape[item.rows[0]] = item.rows[1] * rows
             self.buffers[str(item.buffer)] = torch.zeros(shape, dtype=arg.dtype, device=arg.device)
+        self._views: dict[tuple[str, int | None], Tensor] = {}
 
     def view(self, item: Input, rows: int | None) -> Tensor:
         """What a capture of ``rows`` rows reads for ``item``."""
-        buffer = self.buffers[str(item.buffer)]
-        return buffer if rows is None or item.rows is None else _part(buffer, item.rows, 0, rows)
+        key = str(item.buffer), None if item.rows is None else rows
+        if key not in self._views:
+            buffer = self.buffers[key[0]]
+            whole = rows is None or item.rows is None
+            self._views[key] = buffer if whole else _part(buffer, item.rows, 0, rows)  # type: ignore[arg-type]
+        return self._views[key]
 
     def check(self, args: list[Any]) -> None:
         """Refuse inputs that do not fit their buffer.
@@ -113,7 +118,7 @@ class StableBuffers:
             if rows is None or size is None or item.rows is None:
                 pairs.append((buffer, arg))
                 continue
-            pairs.append((_part(buffer, item.rows, 0, rows), arg))
+            pairs.append((self.view(item, rows), arg))
             if rows < size:
                 pairs.append(_padding(item, args, buffer, rows, size))
         copy_all(pairs)

@@ -136,11 +136,15 @@ class GraphRunner:
                 if self._key(sized) not in binding.graphs:  # one row, which turned out to need a padded one beside it
                     sized[self.plan.rows] = self.sizes[0]  # type: ignore[index]
             results = self._run(binding, args, values, sized)
-            return self._hand_out(results, values)
+            return self._hand_out(results, values, padded=sized != values)
 
-    def _hand_out(self, results: list[Any], values: Values) -> list[Any]:
+    def _hand_out(self, results: list[Any], values: Values, padded: bool) -> list[Any]:
         """Copies of the results, without padded rows: what a caller holds no later replay changes."""
-        shown = [o.cut(r, values) for o, r in zip(self.plan.outputs, results, strict=True)]
+        shown = results
+        if padded:
+            shown = [o.cut(r, values) for o, r in zip(self.plan.outputs, results, strict=True)]
+        if self.plan.device.type == "cpu":
+            return [each.clone() if isinstance(each, torch.Tensor) else each for each in shown]
         copies = [torch.empty_like(each) if isinstance(each, torch.Tensor) else each for each in shown]
         copy_all([(c, s) for c, s in zip(copies, shown, strict=True) if isinstance(s, torch.Tensor)])
         return copies
