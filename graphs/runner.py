@@ -4,7 +4,6 @@ import contextlib
 import logging
 import threading
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,8 +15,9 @@ from gemma_npu_compile.capabilities import platform as get_platform
 from gemma_npu_compile.collector import paused
 from gemma_npu_compile.devices import platform_for
 from gemma_npu_compile.errors import CaptureError, ReplayError
+from gemma_npu_compile.graphs.bindings import Binding, Bindings, Key
 from gemma_npu_compile.graphs.buffers import StableBuffers, copy_all, not_the_padded
-from gemma_npu_compile.graphs.extras import Extras, MergedWeights, Read
+from gemma_npu_compile.graphs.extras import Extras, Read
 from gemma_npu_compile.graphs.phases import profiled
 from gemma_npu_compile.graphs.plan import Plan, Values, evaluate
 from gemma_npu_compile.graphs.runtime import Captured, Runtime, runtime_for
@@ -29,32 +29,16 @@ from gemma_npu_compile.report import GraphReport
 
 log = logging.getLogger(__name__)
 
-Key = tuple[int, ...]
-
 
 def _outside_modes() -> contextlib.AbstractContextManager[Any]:
     """AOT watches the first call through a dispatch mode that takes out forms for aliasing; other calls have none."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
 
 
-MAX_BINDINGS = 4
-"""Objects (models, caches) one compiled graph keeps captures for; the least recently used makes room."""
-
 _MOVING = (
     "inputs that a capture reads where they lie are elsewhere in every call (beam search moves its caches): no capture "
     "would serve a second call"
 )
-
-
-@dataclass
-class _Binding:
-    """Captures of one set of static addresses: one model with one cache."""
-
-    addresses: list[int]
-    merged: MergedWeights
-    buffers: dict[Key, StableBuffers] = field(default_factory=dict)
-    graphs: dict[Key, Captured] = field(default_factory=dict)
-    refused: dict[Key, str] = field(default_factory=dict)
 
 
 class GraphRunner:
@@ -91,10 +75,7 @@ class GraphRunner:
         self._lock = threading.Lock()
         self._runtime: Runtime = runtime_for(plan.device, options.engine)
         self._unchecked = why_unchecked(gm, plan)
-        self._static = [i for i in plan.inputs if i.static and i.role != "unused"]
-        self._sources = [i.source for i in self._static]
-        self._bindings: list[_Binding] = []  # least recently used first
-        self._misses = 0  # calls in a row that brought an object not seen before
+        self._bindings = Bindings(plan)
         self._warned: set[str] = set()
 
     def __call__(self, args: list[Any]) -> list[Any]:
@@ -125,8 +106,8 @@ class GraphRunner:
             if self.plan.rows is None and not self.options.capture:
                 self.report.eager_calls += 1
                 return self._run_uncaptured(args)
-            binding = self._bind(args)
-            if self.options.capture and self._misses > self.options.max_captures:
+            binding = self._bindings.of(args)
+            if self.options.capture and self._bindings.misses > self.options.max_captures:
                 return self._fall_back(_MOVING, args)
             key = self._key(sized)
             if self.options.capture and key not in binding.graphs:
@@ -149,7 +130,7 @@ class GraphRunner:
         copy_all([(c, s) for c, s in zip(copies, shown, strict=True) if isinstance(s, torch.Tensor)])
         return copies
 
-    def _run(self, binding: _Binding, args: list[Any], values: Values, sized: Values) -> list[Any]:
+    def _run(self, binding: Binding, args: list[Any], values: Values, sized: Values) -> list[Any]:
         """Results at the captured size."""
         buffers = self._buffers_for(binding, args, sized)
         buffers.check(args)
@@ -179,42 +160,12 @@ class GraphRunner:
         rows = None if self.plan.rows is None else sized[self.plan.rows]
         return lambda item: args[item.source] if item.buffer is None else buffers.view(item, rows)
 
-    # ---- static inputs
-
-    def _bind(self, args: list[Any]) -> _Binding:
-        """The captures of the objects these arguments belong to; new ones for an object not seen before."""
-        addresses = list(map(torch.Tensor.data_ptr, map(args.__getitem__, self._sources)))  # of hundreds, in every call
-        for index in range(len(self._bindings) - 1, -1, -1):
-            if self._bindings[index].addresses == addresses:
-                self._misses = 0
-                if index + 1 < len(self._bindings):
-                    self._bindings.append(self._bindings.pop(index))
-                return self._bindings[-1]
-        for known in self._bindings:
-            self._refuse_half_moved(known.addresses, addresses)
-        self._misses += 1
-        self._bindings.append(_Binding(addresses, MergedWeights(self.plan)))
-        del self._bindings[:-MAX_BINDINGS]
-        return self._bindings[-1]
-
-    def _refuse_half_moved(self, known: list[int], given: list[int]) -> None:
-        """Another object has all its caches, or all its weights, elsewhere; one moved among others is a mistake."""
-        pairs = [each for each in zip(self._static, known, given, strict=True) if not each[0].given]
-        for role in dict.fromkeys(item.role for item, *_ in pairs):
-            moved = [(item, before, now) for item, before, now in pairs if item.role == role and before != now]
-            if moved and len(moved) < sum(item.role == role for item, *_ in pairs):
-                item, before, now = moved[0]
-                raise ReplayError(
-                    f"static input {item.label} is at {now:#x}, it was captured at {before:#x}: a captured graph reads "
-                    "the captured address; nothing was run"
-                )
-
     # ---- capture
 
     def _key(self, sized: Values) -> Key:
         return tuple(sized[symbol] for symbol in self.plan.symbols)
 
-    def _buffers_for(self, binding: _Binding, args: list[Any], sized: Values) -> StableBuffers:
+    def _buffers_for(self, binding: Binding, args: list[Any], sized: Values) -> StableBuffers:
         """Captures with declared padding share the buffers of the largest size; others have their own."""
         key = () if self.plan.max_rows is not None else self._key(sized)
         if key not in binding.buffers:
@@ -227,7 +178,7 @@ class GraphRunner:
             return None
         return self.sizes[-1] if self.plan.max_rows is not None else sized[self.plan.rows]
 
-    def _arguments(self, binding: _Binding, args: list[Any], buffers: StableBuffers, sized: Values) -> list[Any]:
+    def _arguments(self, binding: Binding, args: list[Any], buffers: StableBuffers, sized: Values) -> list[Any]:
         """What the graph is captured with: static inputs, stable buffers, host integers, extras."""
         read = self._read(args, buffers, sized)
         found: list[Any] = []
@@ -239,7 +190,7 @@ class GraphRunner:
         return found + self._extras.all(read, binding.merged.tensors(args), sized)
 
     @paused()
-    def _capture(self, binding: _Binding, args: list[Any], values: Values, sized: Values) -> str | None:
+    def _capture(self, binding: Binding, args: list[Any], values: Values, sized: Values) -> str | None:
         """Capture every size (padded rows), or the sizes of this call; or say why not, and keep nothing of it."""
         key = self._key(sized)
         if key in binding.refused:
@@ -300,7 +251,7 @@ class GraphRunner:
 
     def _check(
         self,
-        binding: _Binding,
+        binding: Binding,
         args: list[Any],
         buffers: StableBuffers,
         sized: Values,
@@ -353,7 +304,7 @@ class GraphRunner:
         return self._run_uncaptured(args)
 
     def _run_uncaptured(self, args: list[Any]) -> list[Any]:
-        merged = self._bind(args).merged.tensors(args) if self.plan.extras else []
+        merged = self._bindings.of(args).merged.tensors(args) if self.plan.extras else []
         extras = self._extras.all(lambda item: args[item.source], merged, self.plan.values(args))
         return not_the_padded(self.plan, args, self.gm(*[args[i.source] for i in self.plan.inputs], *extras))
 
