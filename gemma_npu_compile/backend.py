@@ -31,8 +31,9 @@ from gemma_npu_compile.graphs.runner import GraphRunner
 from gemma_npu_compile.native.build import why_no_kernels
 from gemma_npu_compile.ops.npu import EMULATED, emulate
 from gemma_npu_compile.options import Options
-from gemma_npu_compile.passes import PASSES, run_passes
+from gemma_npu_compile.passes import run_passes
 from gemma_npu_compile.passes.fx import placeholders
+from gemma_npu_compile.passes.pipeline import only_own
 from gemma_npu_compile.regions import write_out
 from gemma_npu_compile.report import GraphBreak, GraphReport, publish
 from gemma_npu_compile.tracing import trace_step
@@ -101,14 +102,12 @@ def _wanted(inputs: Sequence[Any], options: Options) -> dict[str, Any]:
 def _consulted(wanted: Mapping[str, Any], labels: list[tuple[str, bool]]) -> dict[str, Any]:
     """All that the passes and the plan consult beside the trace, as the compile cache knows it."""
     target: Platform = wanted["platform"]
-    kernels = why_no_kernels() if target.name == "cpu" else None
-    passes = [f"{name}: {run.__module__}.{run.__qualname__}" for name, run in PASSES.items()]
+    kernels = target.name == "cpu" and why_no_kernels() is None
     return {
         **wanted,
         "platform": repr(target),
         "emulated": EMULATED,
         "kernels": kernels,
-        "passes": passes,
         "labels": labels,
     }
 
@@ -192,8 +191,8 @@ class Backend:
         trace: Trace | str | None = None
         try:
             wanted = _wanted(example_inputs, parsed)
-            settings = None if self._observed() else _consulted(wanted, labels)
-            ticket = look_up(gm, example_inputs, parsed.cache, settings)
+            final = not self._observed() and only_own()
+            ticket = look_up(gm, example_inputs, parsed.cache, (lambda: _consulted(wanted, labels)) if final else None)
             if ticket.final is not None:
                 return calling(finish(ticket.final.trace.graph, set()), ticket.final.trace)
             trace = ticket.trace or trace_step(gm, example_inputs)

@@ -130,7 +130,8 @@ def _attention(gm: GraphModule) -> tuple[Attention, ...]:
     return tuple(each for each in found if each is not None)
 
 
-def _output(result: Any) -> Output:
+def output_of(result: Any) -> Output:
+    """The record of a result: a node, or a constant."""
     fake = result.meta["val"] if isinstance(result, Node) else result
     if isinstance(fake, torch.Tensor):
         return Output(tuple(dim(s) for s in fake.shape), fake.dtype, fake.device)
@@ -212,7 +213,7 @@ def make_plan(gm: GraphModule, static: set[int]) -> Plan:
         )
     rows, max_rows, unpadded = _rows(gm, inputs, {n.meta["source"]: n.meta["val"] for n in nodes})
     (results,) = gm.graph.find_nodes(op="output")[0].args
-    outputs = tuple(_output(r) for r in results)
+    outputs = tuple(output_of(r) for r in results)
     device, calls = device_of(gm), cache_calls(gm, inputs)
     return Plan(tuple(inputs), outputs, attention, extras, tuple(symbols), rows, max_rows, unpadded, device, calls)
 

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -213,12 +214,13 @@ class GraphRunner:
             with _outside_modes():
                 for each in wanted:
                     name = "capture" if self.plan.rows is None else f"capture of {each[self.plan.rows]} rows"
-                    arguments = self._arguments(binding, args, buffers, each)
+                    now = partial(self._arguments, binding, args, buffers, each)  # host lists of what lies there
+                    arguments = now()
                     one = self.plan.rows is not None and each[self.plan.rows] == 1 and len(self.sizes) > 1
                     try:
                         if one and self._unchecked is not None:
                             raise CaptureError(self._unchecked)
-                        expected = run_one_row(*context, arguments, each) if one else None
+                        expected = run_one_row(*context, now, each) if one else None
                         graphs[self._key(each)] = self._runtime.capture(self.gm, arguments, each, name)
                         self._check(binding, args, buffers, each, graphs[self._key(each)], name, expected)
                     except CaptureError as error:

@@ -6,6 +6,7 @@ have written and did not is then missing when it reads. What scratch blocks held
 graph runs, and behind it.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -105,7 +106,12 @@ class _OneRow(Interpreter):
 
 
 def run_one_row(
-    gm: GraphModule, plan: Plan, buffers: StableBuffers, args: list[Any], arguments: list[Any], sizes: Values
+    gm: GraphModule,
+    plan: Plan,
+    buffers: StableBuffers,
+    args: list[Any],
+    arguments: Callable[[], list[Any]],
+    sizes: Values,
 ) -> list[Any]:
     """Results of the uncaptured graph on one row of scratch, if it may be run on one row.
 
@@ -114,7 +120,8 @@ def run_one_row(
     for many rows. Ask :func:`why_unchecked` whether the graph may be run on the side.
 
     Args:
-        args: of the call; ``arguments``: what the graph is captured with for ``sizes``.
+        args: of the call.
+        arguments: what the graph is given for ``sizes`` with what lies in the buffers when it is asked.
 
     Raises:
         CaptureError: the first node that does not treat one row as one of many.
@@ -122,7 +129,7 @@ def run_one_row(
     load_scratch(plan, buffers, args, 1)
     scratch, run = Scratch(plan, args), _OneRow(gm, Sizes(sizes))
     try:
-        results = list(run.run(*arguments))
+        results = list(run.run(*arguments()))
     except Exception as error:  # whatever it is, two rows can do without
         raise CaptureError(f"{type(error).__name__}: {error}") from None
     finally:

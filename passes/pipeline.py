@@ -73,6 +73,13 @@ PASSES: dict[str, Pass] = {
 }
 """Every pass by name, in the order in which they run. A pass changes the graph module it is given."""
 
+_OWN = tuple(PASSES.items())
+
+
+def only_own() -> bool:
+    """Whether ``PASSES`` is as this package made it: its sources say what the passes do."""
+    return tuple(PASSES.items()) == _OWN
+
 
 @dataclass(frozen=True)
 class PassRecord:

@@ -1,13 +1,19 @@
 """The collector of cycles is off while a graph is built, and afterwards as the caller had it."""
 
 import gc
+import importlib
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
 import pytest
+import torch
 
 from gemma_npu_compile.collector import paused
+from gemma_npu_compile.graphs.host import HostGraph
+
+backend = importlib.import_module("gemma_npu_compile.backend")  # the package has an object of this name
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +32,38 @@ def test_it_is_afterwards_what_it_was(enabled: bool) -> None:
             assert not gc.isenabled()
         assert not gc.isenabled()
     assert gc.isenabled() is enabled
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_child_that_was_forked_within_collects() -> None:
+    gc.enable()
+    with paused():
+        child = os.fork()
+        if child == 0:
+            good = gc.isenabled()
+            with paused():
+                good = good and not gc.isenabled()
+            os._exit(0 if good and gc.isenabled() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert gc.isenabled()
+
+
+def test_a_graph_is_built_and_captured_without_collections(fresh_dynamo, monkeypatch) -> None:
+    """And where that fails, they are on again."""
+    seen = []
+    build, capture = backend.make_plan, HostGraph.__init__
+    monkeypatch.setattr(backend, "make_plan", lambda *args: (seen.append(gc.isenabled()), build(*args))[1])
+    monkeypatch.setattr(HostGraph, "__init__", lambda *args: (seen.append(gc.isenabled()), capture(*args))[1])
+    gc.enable()
+    made = torch.compile(lambda x: x + 1, backend=backend.Backend(), options={"platform": "cpu"})
+    with torch.no_grad():
+        made(torch.ones(3))
+    assert seen == [False, False]
+    assert gc.isenabled()
+    refused = torch.compile(lambda x: x + 2, backend=backend.Backend(), options={"platform": "cpu", "kv_lens": "x"})
+    with pytest.raises(ValueError, match="kv_lens"):
+        refused(torch.ones(3))
+    assert gc.isenabled()
 
 
 def test_an_error_ends_the_pause() -> None:

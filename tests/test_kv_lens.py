@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import gemma_npu_compile as gnc
+from gemma_npu_compile.graphs.host import HostGraph
 from gemma_npu_compile.passes.host_lengths import bucket
 
 STEPS = 30
@@ -68,3 +69,27 @@ def test_dense_verification(pair, expected) -> None:
     fused = runner.gm.graph.find_nodes(op="call_function", target=torch.ops.npu.npu_fused_infer_attention_score.default)
     paged = {node.meta["attention"].phase: "block_table" in node.kwargs for node in fused}
     assert paged == {"draft.0": True, "verify": False}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_captures_made_at_a_real_call_are_checked_with_the_lengths_of_the_check(
+    make_pair, fresh_dynamo, monkeypatch, frozen: bool
+) -> None:
+    """Weights that moved are captured anew with requests in flight: of one row too, unless its lists do not follow."""
+    models = make_pair()
+    options = gnc.Options(platform="ascend910b", kv_lens="host")
+    engine = gnc.Engine(*models, 1, max_rows=3, max_model_len=256, options=options)
+    engine.warm_up()
+    (runner,) = engine._run("greedy").runners
+    assert (runner.report.sizes, runner.report.captures) == ([3, 2, 1], 3)
+    if frozen:
+        update = HostGraph.update
+        monkeypatch.setattr(HostGraph, "update", lambda self, *a: 0 if " 1 " in self.name else update(self, *a))
+    for model in models:
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.data.clone()
+    engine.launch(engine.prefill([torch.arange(1, 38)]))
+    assert runner.report.captures == (5 if frozen else 6)
+    assert runner.sizes == ((2, 3) if frozen else (1, 2, 3))
+    assert (runner.report.one_row is not None) is frozen
+    assert not runner.report.fallbacks

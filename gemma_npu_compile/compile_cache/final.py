@@ -24,12 +24,13 @@ from gemma_npu_compile.compile_cache.names import (
     encode,
     encode_size,
     find_target,
+    identifier,
     target_name,
 )
 from gemma_npu_compile.compile_cache.trace import Trace, from_plain, to_plain
 from gemma_npu_compile.graphs.cache_calls import CacheCalls
-from gemma_npu_compile.graphs.inputs import Input
-from gemma_npu_compile.graphs.plan import Output, Plan
+from gemma_npu_compile.graphs.inputs import Input, dim
+from gemma_npu_compile.graphs.plan import Output, Plan, output_of
 from gemma_npu_compile.passes import PassRecord
 from gemma_npu_compile.passes.host_lengths import HostLengths
 from gemma_npu_compile.passes.merge_gate_up import MergedWeight
@@ -71,11 +72,14 @@ def _slice(graph: GraphModule) -> list[Any]:
 def _read_slice(plain: Any) -> GraphModule:
     graph, nodes = Graph(), list[Node]()
     for op, name, target, given in plain:
-        if op not in ("placeholder", "call_function", "output") or not str(name).isidentifier():
-            raise DamagedError(f"a slice has a {op} {name!r}")
+        if op not in ("placeholder", "call_function", "output"):
+            raise DamagedError(f"a slice has a {op}")
         args, kwargs = decode(given, nodes)
-        called = find_target(target) if op == "call_function" else name
-        nodes.append(graph.create_node(op, called, args, dict(kwargs), name=name))
+        called = find_target(target) if op == "call_function" else identifier(name)
+        named = {identifier(key): value for key, value in kwargs}
+        nodes.append(graph.create_node(op, called, args, named, name=identifier(name)))
+        if nodes[-1].name != name:
+            raise DamagedError(f"there are two nodes {name!r}, or it is no name")
     graph.lint()
     return GraphModule(torch.nn.Module(), graph)
 
@@ -156,6 +160,21 @@ def _sources(plan: Plan) -> list[int | None]:
     return [*(item.source for item in plan.inputs), *(None for _ in plan.extras)]
 
 
+def _check(plan: Plan, gm: GraphModule, inputs: int) -> None:
+    """Whether a plan speaks of this graph."""
+    given = gm.graph.find_nodes(op="placeholder")[: len(plan.inputs)]
+    (results,) = gm.graph.find_nodes(op="output")[0].args
+    for node, item in zip(given, plan.inputs, strict=True):
+        fake = node.meta["val"]
+        meant = (tuple(map(dim, fake.shape)), fake.dtype) if isinstance(fake, torch.Tensor) else (item.shape, None)
+        if node.name != item.name or (item.shape, item.dtype) != meant or (item.padding or 0) >= inputs:
+            raise DamagedError(f"its plan has another input {item.name}")
+    if any(source >= inputs for extra in plan.extras for source in extra.sources):
+        raise DamagedError("its plan makes an input of what there is not")
+    if plan.outputs != tuple(map(output_of, results)):  # type: ignore[arg-type]
+        raise DamagedError("its plan has other results")
+
+
 def final_to_plain(final: Final, dynamo: GraphModule, symbols: Symbols) -> dict[str, Any]:
     """A final graph as JSON; arguments as of :func:`to_plain`.
 
@@ -183,10 +202,7 @@ def final_from_plain(
             raise DamagedError("it has no plan")
         trace = from_plain(plain, dynamo, inputs, mode, symbols, _sources(plan))
         given = trace.graph.graph.find_nodes(op="placeholder")
-        if [node.name for node in given[: len(plan.inputs)]] != [item.name for item in plan.inputs]:
-            raise DamagedError("its plan is of another graph")
-        if len(plan.outputs) != len(trace.dynamic):
-            raise DamagedError("its plan has other results")
+        _check(plan, trace.graph, len(inputs))
     except DamagedError:
         raise
     except Exception as error:  # whatever is wrong with it, it was not written by final_to_plain

@@ -138,6 +138,13 @@ def decode_size(plain: Any, symbols: list[sympy.Symbol], depth: int = 0) -> symp
     return _SIZES[plain[0]](*args)
 
 
+def identifier(name: Any) -> str:
+    """``name`` if it is one: FX writes names of nodes and keywords into the code it compiles."""
+    if not isinstance(name, str) or not IDENTIFIER.fullmatch(name):
+        raise DamagedError(f"{name!r} is no identifier")
+    return name
+
+
 def index(value: Any, length: int) -> int:
     """``value`` if it counts into ``length`` things."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < length:

@@ -160,7 +160,7 @@ def _header(dynamo: GraphModule, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def look_up(
-    gm: GraphModule, inputs: Sequence[Any], wanted: bool = True, settings: Mapping[str, Any] | None = None
+    gm: GraphModule, inputs: Sequence[Any], wanted: bool = True, settings: Callable[[], Mapping[str, Any]] | None = None
 ) -> Ticket:
     """Look for the final graph of Dynamo's graph, then for its trace.
 
@@ -169,7 +169,7 @@ def look_up(
     Args:
         inputs: the tensors and sizes Dynamo gives with it.
         wanted: False neither reads nor writes (``Options.cache``).
-        settings: all that the passes consult; None where they have to run.
+        settings: gives all that the passes consult; None where they have to run.
 
     Raises:
         CompileError: an environment variable of the cache has an impossible value.
@@ -186,7 +186,7 @@ def look_up(
         key, symbols = make_key(gm)
     except NotCacheableError as reason:
         return Ticket(f"not cached: {reason}")
-    behind = None if settings is None else final_key(key, settings)
+    behind = None if settings is None else final_key(key, settings())
     ticket = Ticket("not cached", None, None, gm, folder, key, behind, symbols, _knowledge())
     mode = TracingContext.get().fake_mode
     if mode is None:

@@ -24,7 +24,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbol
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gemma_npu_compile.compile_cache.names import (
-    IDENTIFIER,
     DamagedError,
     NotCacheableError,
     _of_torch,
@@ -33,6 +32,7 @@ from gemma_npu_compile.compile_cache.names import (
     encode,
     encode_size,
     find_target,
+    identifier,
     index,
     target_name,
 )
@@ -116,12 +116,12 @@ class _Writer:
 
 def _constant(tensor: Any) -> dict[str, Any]:
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
-        raise NotCacheableError(f"the trace holds a {type(tensor).__name__}")
+        raise NotCacheableError(f"it holds a {type(tensor).__name__}")
     with _disable_current_modes():  # the trace's fakes have no contents
         plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     packed = zlib.compress(plain, 1) if len(plain) <= MAX_UNPACKED else plain
     if len(packed) > MAX_CONSTANT:
-        raise NotCacheableError(f"the trace holds a tensor of {len(plain)} bytes")
+        raise NotCacheableError(f"it holds a tensor of {len(plain)} bytes")
     dtype, device = str(tensor.dtype).removeprefix("torch."), str(tensor.device)
     return {"dtype": dtype, "device": device, "shape": list(tensor.shape), "data": base64.b64encode(packed).decode()}
 
@@ -230,13 +230,6 @@ def _tensor(plain: Any) -> torch.Tensor:
     return flat.reshape(shape).to(plain["device"])
 
 
-def _identifier(name: Any) -> str:
-    """FX writes these into the code it compiles."""
-    if not isinstance(name, str) or not IDENTIFIER.fullmatch(name):
-        raise DamagedError(f"{name!r} is no identifier")
-    return name
-
-
 def from_plain(
     plain: Any,
     dynamo: GraphModule,
@@ -275,12 +268,12 @@ def _from_plain(
         raise DamagedError("another number of symbols")
     reader, graph = _Reader(plain["fakes"], mode, list(symbols)), Graph()
     nodes: list[Node] = []
-    constants = {_identifier(name): _tensor(each) for name, each in plain["constants"].items()}
+    constants = {identifier(name): _tensor(each) for name, each in plain["constants"].items()}
     for each in plain["nodes"]:
-        op, name = each["op"], _identifier(each["name"])
+        op, name = each["op"], identifier(each["name"])
         if op == "call_function":
             args = tuple(decode(arg, nodes) for arg in each["args"])
-            kwargs = {_identifier(key): decode(arg, nodes) for key, arg in each["kwargs"].items()}
+            kwargs = {identifier(key): decode(arg, nodes) for key, arg in each["kwargs"].items()}
             node = graph.create_node(op, find_target(each["target"]), args, kwargs, name=name)
             node.meta["val"] = reader.value(each["value"])
             for key in filter(each["origin"].__contains__, _TRACE):
@@ -311,10 +304,8 @@ def _from_plain(
     dynamic = [None if dims is None else tuple(index(dim, 64) for dim in dims) for dims in plain["dynamic"]]
     if len(dynamic) != results:
         raise DamagedError("another number of results")
-    graph._graph_namespace._used_names.update(map(_identifier, plain["gone"]))
-    counts = {_identifier(base): index(count, 2**31) for base, count in plain["counts"].items()}
+    graph._graph_namespace._used_names.update(map(identifier, plain["gone"]))
+    counts = {identifier(base): index(count, 2**31) for base, count in plain["counts"].items()}
     graph._graph_namespace._base_count.update(counts)
-    made = _LazyGraphModule(
-        module, graph, "<lambda>"
-    )  # as AOT's: code is made when it is asked for, not behind each pass
+    made = _LazyGraphModule(module, graph, "<lambda>")  # as AOT's: code is made when it is asked for
     return Trace(made, tuple(static), tuple(written), tuple(dynamic))

@@ -22,7 +22,6 @@ void store_kv(const Word* a, Shared& shared, Units units) {
     }
 }
 
-
 constexpr int CHUNK = 256;  // keys a thread handles at a time; part of the numerics, so never of the thread count
 
 struct Attention {

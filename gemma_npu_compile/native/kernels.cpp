@@ -2,8 +2,9 @@
 //
 // A program is a list of commands over one array of 64-bit words; program.py writes it. Words are addresses, sizes,
 // strides in elements, or the bits of a double. A command's work is cut into units, and threads take several at a time,
-// fewer towards the end: what lies together is read by one thread. The next command starts when all are done. A result element is computed in one order whatever the number of threads or rows, so
-// results depend on neither. Arithmetic is float32; results are rounded once, to nearest even.
+// fewer towards the end: what lies together is read by one thread. The next command starts when all are done. A result
+// element is computed in one order whatever the number of threads or rows, so results depend on neither. Arithmetic is
+// float32; results are rounded once, to nearest even.
 
 #include <mutex>
 #include <thread>
@@ -47,7 +48,7 @@ struct Program {
 };
 
 // Threads that help. The one that runs a program goes from command to command and offers each command's units; who has
-// time takes the next ones. A helper that lost its core holds nobody up, unless it lost it inside of a unit.
+// time takes the next ones. A helper that lost its core holds nobody up, unless it lost it with units in hand.
 class Pool {
   public:
     std::mutex busy;

@@ -50,7 +50,7 @@ _ERRORS: dict[int, tuple[type[Exception], str]] = {
 
 
 UNIT = 1 << 16
-"""Bytes of work a thread takes at a time: enough to be worth telling another thread about."""
+"""Bytes of work in a unit, the least a thread takes: enough to be worth telling another thread about."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def attention(
     sizes = rows, queries, heads, kv_heads, width, block, blocks, block_table.shape[1], window or 0, bits(scale), chunks
     strides = block_table.stride(0), *query.stride()[:3], *out.stride()[:3]
     words = [*addresses, *sizes, *strides]
-    units = min(256, rows * kv_heads * chunks), max(1, min(64, query.nbytes * 8 // UNIT))
+    units = max(1, min(256, rows * kv_heads * chunks)), max(1, min(64, query.nbytes * 8 // UNIT))
     calls = [[kernel, len(words), unit, *words] for kernel, unit in zip(kernels, units, strict=True)]
     scratch = rows * kv_heads * chunks * (heads // kv_heads * queries) * (width + 2)
     return Command(tuple(word for each in calls for word in each), 2, scratch)  # type: ignore[misc]

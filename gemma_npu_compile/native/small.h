@@ -1,4 +1,4 @@
-// Small things between products; numbers are ATen's, bit for bit.
+// Small things between products; numbers are ATen's, bit for bit, except for the bits of a NaN.
 #pragma once
 
 #include <type_traits>
@@ -37,7 +37,8 @@ inline int64_t offset(int64_t u, const Word* size, const Word* stride) {
 enum Type { I32, I64, BOOL, F32 };
 
 inline int64_t whole(const void* data, int64_t i, Word type) {
-    return type == I32 ? ((const int32_t*)data)[i] : type == I64 ? ((const int64_t*)data)[i] : ((const uint8_t*)data)[i];
+    if (type == I32) return ((const int32_t*)data)[i];
+    return type == I64 ? ((const int64_t*)data)[i] : ((const uint8_t*)data)[i];
 }
 inline void put_whole(void* data, int64_t i, Word type, int64_t x) {
     if (type == I32) ((int32_t*)data)[i] = int32_t(x);
@@ -48,14 +49,15 @@ inline void put_whole(void* data, int64_t i, Word type, int64_t x) {
 
 enum Integer { ADD, SUB, MUL, FLOOR_DIVIDE, REMAINDER, EQ, LEAST, MOST };
 
-// Indices, lengths and conversions: types of out and operands at 20; a fixed right operand where there is no second one,
+// Indices, lengths and conversions: types of out and operands at 20; a fixed right operand where no second one is,
 // which is not 0 where it divides.
 inline void integers(const Word* a, Shared&, Units units) {
     const Word *size = a + 4, *so = a + 8, *sa = a + 12, *sb = a + 16, *type = a + 20;
     Share mine(size[0] * size[1] * size[2] * size[3], units);
     for (int64_t u = mine.begin; u < mine.end; u++) {
         const int64_t to = offset(u, size, so), x = offset(u, size, sa), y = offset(u, size, sb);
-        int64_t l = whole((const void*)a[1], x, type[1]), r = a[2] ? whole((const void*)a[2], y, type[2]) : a[3], result = 0;
+        int64_t l = whole((const void*)a[1], x, type[1]), result = 0;
+        int64_t r = a[2] ? whole((const void*)a[2], y, type[2]) : a[3];
         switch (a[23]) {
             case ADD: result = l + r; break;
             case SUB: result = l - r; break;

@@ -58,9 +58,43 @@ def test_a_table_of_capabilities_is_in_the_key(folder: Folder, compiled, tmp_pat
 
 
 def test_whether_there_are_kernels_is_in_the_key(folder: Folder, compiled, monkeypatch) -> None:
+    """Why there are none is not: compilers name files that are others each time."""
     compiled(plus, X)
-    monkeypatch.setattr("gemma_npu_compile.backend.why_no_kernels", lambda: "no compiler")
-    assert compiled(plus, X)[1].cache == TRACE_HIT
+    states = []
+    for why in ("/tmp/a.o: no", "/tmp/b.o: no"):
+        monkeypatch.setattr("gemma_npu_compile.backend.why_no_kernels", lambda why=why: why)
+        states.append(compiled(plus, X)[1].cache)
+    assert states == [TRACE_HIT, "hit"]
+
+
+def test_a_pass_of_somebody_else_runs_each_time(folder: Folder, compiled, monkeypatch) -> None:
+    """The key knows this package's sources, and no others."""
+    from gemma_npu_compile.passes.pipeline import PASSES, PassResult
+
+    def times(factor):
+        def mine(gm):
+            for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor):
+                node.update_arg(1, factor)
+            return PassResult(1)
+
+        return mine
+
+    assert compiled(plus, X)[1].cache == "stored"
+    for factor in (10, 20):
+        monkeypatch.setitem(PASSES, "mine", times(factor))
+        result, report = compiled(plus, X)
+        assert torch.equal(result, X * factor + 1)
+        assert report.cache == TRACE_HIT
+    monkeypatch.delitem(PASSES, "mine")
+    assert compiled(plus, X)[1].cache == "hit"
+
+
+def test_the_cache_looks_for_no_kernels_where_it_is_off(folder: Folder, compiled, monkeypatch) -> None:
+    def refuse():
+        raise AssertionError("the kernels were built")
+
+    monkeypatch.setattr("gemma_npu_compile.backend.why_no_kernels", refuse)
+    assert compiled(plus, X, cache=False, disable_passes=["lower_native"])[1].cache == "off"
 
 
 def test_names_of_inputs_are_those_of_the_call(folder: Folder, compiled) -> None:
@@ -100,6 +134,7 @@ def test_a_pass_that_adds_a_guard_keeps_its_graph_from_the_cache(folder: Folder,
     from gemma_npu_compile.passes.pipeline import PASSES
 
     run = PASSES["fold_views"]
+    monkeypatch.setattr("gemma_npu_compile.backend.only_own", lambda: True)
 
     def deciding(gm):
         (x,) = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder") if isinstance(n.meta["val"], torch.Tensor)]
@@ -182,8 +217,26 @@ def test_what_no_record_holds_is_named() -> None:
         write_record(float("inf"), {})
 
 
+def _sliced(name="y", keyword="alpha", op="call_function") -> dict:
+    first = ["placeholder", "x", None, [{"tuple": []}, []]]
+    call = [op, name, "aten::add.Tensor", [{"tuple": [{"n": 0}, 1]}, [{"tuple": [keyword, 1]}]]]
+    return {"slice": [first, call, ["output", "output", None, [{"tuple": [{"n": 1}]}, []]]]}
+
+
+def test_a_slice_computes_what_it_did() -> None:
+    assert read_record(_sliced(), [])(torch.ones(2)).tolist() == [2, 2]
+
+
 @pytest.mark.parametrize(
-    "plain", [{"record": "Path", "fields": []}, {"eval": "1"}, {"slice": [["call_module", "x", None, [[], []]]]}]
+    "plain",
+    [
+        {"record": "Path", "fields": []},
+        {"eval": "1"},
+        _sliced(op="call_module"),
+        _sliced(name="x"),
+        _sliced(name="x, __import__('pathlib').Path('pwned').touch()"),
+        _sliced(keyword="other=__import__('pathlib').Path('pwned').touch() or 1, alpha"),
+    ],
 )
 def test_nothing_else_is_read(plain) -> None:
     with pytest.raises(DamagedError):

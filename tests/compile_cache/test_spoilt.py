@@ -69,6 +69,9 @@ OF_THE_PLAN = {
     "type of a field": lambda h, b: b["plan"]["fields"].__setitem__(0, 7),
     "name of an input": lambda h, b: b["plan"]["fields"][0][0]["fields"].__setitem__(0, "another"),
     "source of an input": lambda h, b: b["plan"]["fields"][0][0]["fields"].__setitem__(2, 10**6),
+    "dtype of an input": lambda h, b: b["plan"]["fields"][0][-1]["fields"].__setitem__(6, {"dtype": "int8"}),
+    "padding of an input": lambda h, b: b["plan"]["fields"][0][0]["fields"].__setitem__(7, 99),
+    "shape of a result": lambda h, b: b["plan"]["fields"][1][0]["fields"].__setitem__(0, [1, 1]),
     "results of the plan": lambda h, b: b["plan"]["fields"][1].pop(),
     "passes": lambda h, b: b.update(passes=[b["plan"]]),
 }

@@ -34,16 +34,6 @@ def agree(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, **TOLERANCE[found.dtype])
 
 
-@pytest.mark.parametrize("width", [8, 504, 512, 520, 1032])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_one_row_reads_short_and_long_weights_alike(dtype, width):
-    """They are read in another order; what a row gives beside others it gives alone."""
-    x, weight = random(1, 3, width, dtype=dtype), random(2, 43, width, dtype=dtype)
-    found = native.linear(x, weight)
-    agree(found, (x.double() @ weight.double().t()).to(dtype))
-    assert all(torch.equal(native.linear(x[i : i + 1], weight)[0], found[i]) for i in range(3))
-
-
 @given(seeds, floats, st.integers(1, 9), st.integers(1, 37), st.integers(1, 9), st.booleans())
 def test_linear(seed, dtype, rows, width, eights, strided):
     x = random(seed, rows, 8 * eights + 8, dtype=dtype)[:, : 8 * eights]
@@ -312,14 +302,33 @@ def test_nothing_depends_on_the_number_of_threads():
     case = {"rows": 3, "queries": 4, "block": 16, "columns": 40, "lens": [600, 31, 280], "kv_heads": 2, "per_kv": 2}
     args = _attention_case(case | {"width": 64, "window": None, "layout": "TND", "dtype": torch.float32, "seed": 1})
     x, weight = random(3, 7, 64), random(4, 101, 64)
+    wide, large = random(5, 7, 520), random(6, 3001, 520)  # several units, and columns that no pair has
+    command = command_of("linear", wide, large, out=wide.new_empty(7, 3001))
+    assert command.words[2] > 8
     before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results.append([native.paged_attention(*args), native.linear(x, weight), native.rms_norm(x, None, 1e-6)])
+            products = native.linear(x, weight), native.linear(wide, large)
+            results.append([*products, native.paged_attention(*args), native.rms_norm(x, None, 1e-6)])
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+    torch.testing.assert_close(results[0][1], wide @ large.t(), rtol=1e-4, atol=1e-4)
+
+
+def test_tables_of_no_columns_are_no_work():
+    query, cache, table = random(1, 2, 4, 16), random(2, 3, 8, 2, 16), torch.zeros(2, 0, dtype=torch.int32)
+    args = query, cache, cache, table, torch.zeros(2, dtype=torch.int32), 1.0
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            out = torch.full_like(query, torch.nan)
+            Program([command_of("paged_attention", *args, out=out)])()
+            assert torch.equal(out, torch.zeros_like(query))
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_threads_run_programs_beside_each_other():
