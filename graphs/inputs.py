@@ -1,5 +1,6 @@
 """Inputs of a graph: what each one is, and its shape in terms of the graph's symbols."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -59,7 +60,7 @@ class Input:
         if self.padding is not None and self.rows is None:
             object.__setattr__(self, "rows", (0, 1))
 
-    @property
+    @functools.cached_property
     def buffer(self) -> str | None:
         """Name of the stable buffer; inputs with one source share it."""
         if self.static or self.role in ("size", "unused", "padding"):

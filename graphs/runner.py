@@ -126,7 +126,7 @@ class GraphRunner:
         if padded:
             shown = [o.cut(r, values) for o, r in zip(self.plan.outputs, results, strict=True)]
         if self.plan.device.type == "cpu":
-            return [each.clone() if isinstance(each, torch.Tensor) else each for each in shown]
+            return [e.clone() if isinstance(e, torch.Tensor) and e.numel() else e for e in shown]
         copies = [torch.empty_like(each) if isinstance(each, torch.Tensor) else each for each in shown]
         copy_all([(c, s) for c, s in zip(copies, shown, strict=True) if isinstance(s, torch.Tensor)])
         return copies
@@ -134,8 +134,8 @@ class GraphRunner:
     def _run(self, binding: Binding, args: list[Any], values: Values, sized: Values) -> list[Any]:
         """Results at the captured size."""
         buffers = self._buffers_for(binding, args, sized)
-        buffers.check(args)
         rows = None if self.plan.rows is None else values[self.plan.rows]
+        buffers.check(args, rows)
         buffers.load(args, rows, None if rows is None else sized[self.plan.rows])  # type: ignore[index]
         if not self.options.capture:
             self.report.eager_calls += 1
