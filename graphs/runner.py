@@ -122,9 +122,8 @@ class GraphRunner:
 
     def _hand_out(self, results: list[Any], values: Values, padded: bool) -> list[Any]:
         """Copies of the results, without padded rows: what a caller holds no later replay changes."""
-        shown = results
-        if padded:
-            shown = [o.cut(r, values) for o, r in zip(self.plan.outputs, results, strict=True)]
+        pairs = zip(self.plan.outputs, results, strict=True)
+        shown = [o.cut(r, values) if padded or o.dtype is None else r for o, r in pairs]  # numbers are those of a call
         if self.plan.device.type == "cpu":
             return [e.clone() if isinstance(e, torch.Tensor) and e.numel() else e for e in shown]
         copies = [torch.empty_like(each) if isinstance(each, torch.Tensor) else each for each in shown]

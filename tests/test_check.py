@@ -186,14 +186,14 @@ def test_rows_of_an_earlier_call_are_found(replays, monkeypatch):
 
 
 def test_a_wider_table_that_is_not_refused_by_name_is_found(replays, monkeypatch):
-    monkeypatch.setattr(StableBuffers, "check", lambda self, args: None)
+    monkeypatch.setattr(StableBuffers, "check", lambda self, args, rows=None: None)
     found = replays.run(2, seed=5)
     assert {each.invariant for each in found} == {"refusals"}
     assert any("full_attention" in each.what for each in found)
 
 
 def test_a_refusal_that_comes_too_late_is_found(replays, monkeypatch):
-    def late(self: StableBuffers, args: list[Any]) -> None:
+    def late(self: StableBuffers, args: list[Any], rows: int | None = None) -> None:
         table = next(i for i in self.inputs if i.role == "block_table")
         if args[table.source].shape[1] != self.buffers[str(table.buffer)].shape[1]:
             next(iter(replays.cache.key_pools.values()))[0] += 1

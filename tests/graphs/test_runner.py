@@ -355,3 +355,15 @@ def test_two_threads() -> None:
         thread.join()
     assert wrong == []
     assert only(backend).report.replays == 121
+
+
+def test_a_number_is_the_one_of_its_call() -> None:
+    """No size depends on it, so one capture serves all: what it came to there is not what it comes to now."""
+
+    def fn(x: Tensor, n: int) -> tuple[Tensor, int]:
+        return x + 1, n * 2
+
+    backend = Backend()
+    run = torch.compile(fn, backend=backend, dynamic=True, options={"platform": "cpu"})
+    assert [run(torch.ones(2, 3), n)[1] for n in (5, 7, 9)] == [10, 14, 18]
+    assert only(backend).report.captures == 1
