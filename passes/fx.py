@@ -181,13 +181,14 @@ def copy_trace(new: Node, old: Node) -> None:
 
 
 def launches(graph: Graph) -> int:
-    """Kernels one run of the graph launches: operators on tensors that are no views."""
+    """Kernels one run of the graph launches: operators on tensors that are no views, and have elements."""
 
     def launched(node: Node) -> bool:
         target = node.target
         if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or is_view(node):
             return False
-        return target._schema.is_mutable or bool(tensors(node.meta.get("val")))
+        results = tensors(node.meta.get("val"))
+        return target._schema.is_mutable or any(all(str(size) != "0" for size in each.shape) for each in results)
 
     return sum(map(launched, graph.nodes))
 
