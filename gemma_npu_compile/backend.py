@@ -9,8 +9,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import get_metrics_context
 from torch._guards import CompileContext, TracingContext
@@ -32,7 +30,7 @@ from gemma_npu_compile.native.build import why_no_kernels
 from gemma_npu_compile.ops.npu import EMULATED, emulate
 from gemma_npu_compile.options import Options
 from gemma_npu_compile.passes import run_passes
-from gemma_npu_compile.passes.fx import placeholders
+from gemma_npu_compile.passes.fx import device_among, placeholders
 from gemma_npu_compile.passes.pipeline import only_own
 from gemma_npu_compile.regions import write_out
 from gemma_npu_compile.report import GraphBreak, GraphReport, publish
@@ -87,10 +85,8 @@ def _recompile_reason() -> str | None:
 
 def _wanted(inputs: Sequence[Any], options: Options) -> dict[str, Any]:
     """Arguments of the passes."""
-    devices = (each.device for each in inputs if isinstance(each, Tensor))
-    device = next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
     return {
-        "platform": platform(platform_for(device, options.platform), options.capabilities),
+        "platform": platform(platform_for(device_among(inputs), options.platform), options.capabilities),
         "kv_lens": options.kv_lens,
         "verify_attention": options.verify_attention,
         "skip_softcap": options.skip_softcap,

@@ -50,8 +50,7 @@ class GraphRunner:
     next power of two. Otherwise each new set of input sizes is captured when it comes, up to ``max_captures``. Calls
     are serialised, and results are copied out of the pool, so that no later replay changes what a caller holds.
 
-    Dynamo runs one compiled graph for every object of a class: another model, or another cache, gets captures of its
-    own. One static input that moved while the others of its kind stayed is a mistake and refused.
+    Each model and cache has captures of its own (bindings.py).
 
     Args:
         gm: the final graph.

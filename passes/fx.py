@@ -4,6 +4,7 @@ import contextlib
 import operator
 import re
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -206,6 +207,10 @@ def where(node: Node) -> str:
 
 def device_of(gm: GraphModule) -> torch.device:
     """Where a graph runs: the first device other than the CPU among its inputs, else the CPU."""
-    fakes = (node.meta.get("val") for node in placeholders(gm))
-    devices = (fake.device for fake in fakes if isinstance(fake, torch.Tensor))
+    return device_among(node.meta.get("val") for node in placeholders(gm))
+
+
+def device_among(values: Iterable[Any]) -> torch.device:
+    """The first device other than the CPU among the tensors of ``values``, else the CPU."""
+    devices = (each.device for each in values if isinstance(each, torch.Tensor))
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))

@@ -74,11 +74,9 @@ def _embedding(
 
 
 def _copy(out: Tensor, source: Tensor, non_blocking: bool = False) -> Commands:
-    return _some(
-        small.integers("add", source, 0, out)
-        if _is_whole(source) and source.dtype != out.dtype
-        else small.copy(source, out)
-    )
+    if _is_whole(source) and source.dtype != out.dtype:
+        return _some(small.integers("add", source, 0, out))
+    return _some(small.copy(source, out))
 
 
 def _argmax(x: Tensor, dim: int | None = None, keepdim: bool = False, *, out: Tensor) -> Commands:
