@@ -18,11 +18,12 @@ from gemma_npu_compile.collector import paused
 from gemma_npu_compile.direct import DirectCall, TappedRunner
 from gemma_npu_compile.kv_cache import PagedKVCache
 from gemma_npu_compile.models import PagedContext
+from gemma_npu_compile.modes import without_grad
 from gemma_npu_compile.ops import slot_mapping
 from gemma_npu_compile.options import Options
 from gemma_npu_compile.report import CompileReport
 from gemma_npu_compile.sampling import Draws, sample
-from gemma_npu_compile.state import Results, State
+from gemma_npu_compile.state import LengthsOnHost, Results, State
 from gemma_npu_compile.step import DraftVerifyStep, StepOutput, accept, mark_rows
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ class Engine:
         self._options = options or Options()
         self._runs: dict[Kind, _Run] = {}
         self._weights = _addresses(target, assistant)
+        self._host_lengths = LengthsOnHost()
 
     def stale(self, target: PreTrainedModel, assistant: PreTrainedModel | None) -> bool:
         """Whether weights of the models were moved or replaced since this engine was built for them."""
@@ -131,8 +133,7 @@ class Engine:
         if self.compiled and not known:
             self._compile(run, kind)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()  # leaving inference mode turns gradients on, which the compiled code guards on
+    @without_grad
     def _compile(self, run: "_Run", kind: Kind) -> None:
         step, cache = self.step, self.cache
         inputs = step.token_padding, step.hidden_padding, cache.padding_lens, cache.host_padding_lens
@@ -169,8 +170,7 @@ class Engine:
         if chunk:
             yield chunk
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @without_grad
     def prefill(self, prompts: Sequence[Tensor], draws: Draws | None = None, adjust: Adjust | None = None) -> State:
         """Write prompts to the cache, in packed chunks, and choose each row's first token.
 
@@ -241,8 +241,7 @@ class Engine:
 
     # ---- decode
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @without_grad
     def launch(self, state: State, draws: Draws | None = None, adjust: Adjust | None = None) -> tuple[State, Results]:
         """Queue one step and read nothing: the next one can be launched from the state returned.
 
@@ -266,7 +265,7 @@ class Engine:
         if self._options.kv_lens == "host":  # exact, so the step before has to be waited for
             host_len = state.seq_len.to("cpu", copy=True)  # on a CPU too: an input of its own
         else:
-            host_len = torch.tensor(state.lengths, dtype=torch.int32)
+            host_len = self._host_lengths(state.lengths)
         output = self._call(kind, [*inputs, host_len])
         found = output.tokens, output.accepted, output.token, output.hidden, output.seq_len
         if len(output.tokens) > len(rows):  # one row ran beside a padded one

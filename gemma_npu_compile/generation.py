@@ -10,6 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from gemma_npu_compile.engine_pool import ENGINES
 from gemma_npu_compile.models import check_target
+from gemma_npu_compile.modes import without_grad
 from gemma_npu_compile.options import Options
 from gemma_npu_compile.session import Session
 from gemma_npu_compile.settings import Settings, eos_ids, new_token_limit, pad_id, resolve_config
@@ -45,8 +46,7 @@ def _prompts(input_ids: Tensor, attention_mask: Tensor | None, pad: int | None, 
     return prompts
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
+@without_grad
 def generate(
     model: PreTrainedModel,
     input_ids: Tensor,

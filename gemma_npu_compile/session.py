@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import (
     LogitsProcessor,
@@ -18,6 +17,7 @@ from transformers import (
 )
 
 from gemma_npu_compile.engine import Engine
+from gemma_npu_compile.modes import without_grad
 from gemma_npu_compile.options import Options
 from gemma_npu_compile.request import Processors, Request, adjustment, check_count, eos_list, prompt_tensor
 from gemma_npu_compile.reservations import Reservations
@@ -220,8 +220,7 @@ class Session:
 
     # ---- running
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @without_grad
     def step(self) -> list[tuple[Request, list[int]]]:
         """Admit, run one step, and return ``(request, its new tokens)`` as they were read; [] when idle.
 

@@ -1,6 +1,7 @@
 """Rows in flight, and the results of a launch on their way to the host."""
 
 import dataclasses
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -38,6 +39,25 @@ class State:
             torch.cat([self.seq_len, other.seq_len]),
             [*self.lengths, *other.lengths],
         )
+
+
+class LengthsOnHost:
+    """Makes int32 tensors ``(rows,)`` of lengths, the same one for each number of rows: a call that has returned has
+    read it. A new tensor takes longer than what the step does with it.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[array[int], Tensor]] = {}
+
+    def __call__(self, lengths: list[int]) -> Tensor:
+        now = array("i", lengths)
+        if not now:
+            return torch.empty(0, dtype=torch.int32)
+        if len(now) not in self._kept:
+            self._kept[len(now)] = now, torch.frombuffer(now, dtype=torch.int32)
+        numbers, tensor = self._kept[len(now)]
+        numbers[:] = now
+        return tensor
 
 
 class Results:

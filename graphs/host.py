@@ -24,6 +24,7 @@ from gemma_npu_compile.errors import CaptureError, ReplayError
 from gemma_npu_compile.graphs.capturable import refuse_uncapturable
 from gemma_npu_compile.graphs.memory import Pool, Sizes, Spec, fakes, plan_memory
 from gemma_npu_compile.graphs.phases import phase_of
+from gemma_npu_compile.modes import without_grad
 from gemma_npu_compile.native.aten import COMMANDS
 from gemma_npu_compile.native.program import Command, Program
 from gemma_npu_compile.ops.library import KERNELS, Kernel
@@ -130,7 +131,7 @@ class HostGraph:
             for values in self.host
         ]
 
-    @torch.no_grad()
+    @without_grad
     def replay(self) -> None:
         """Run the recorded kernels once, in order."""
         if torch.autograd._profiler_enabled():

@@ -24,6 +24,7 @@ from gemma_npu_compile.graphs.plan import Plan, Values, evaluate
 from gemma_npu_compile.graphs.runtime import Captured, Runtime, runtime_for
 from gemma_npu_compile.graphs.sizes import capture_sizes, size_for
 from gemma_npu_compile.graphs.trust import Scratch, first_difference, load_scratch, run_one_row, why_unchecked
+from gemma_npu_compile.modes import without_grad
 from gemma_npu_compile.ops.npu import emulate
 from gemma_npu_compile.options import Options
 from gemma_npu_compile.report import GraphReport
@@ -85,39 +86,43 @@ class GraphRunner:
             ReplayError: an input does not fit, or a static input has moved; nothing was run.
             CaptureError: this call would fall back and ``on_fallback="error"``.
         """
+        with self._lock:
+            return self._answer(args)
+
+    @without_grad
+    def _answer(self, args: list[Any]) -> list[Any]:
         values = self.plan.values(args)
         sized = dict(values)
-        with self._lock, torch.inference_mode(False), torch.no_grad(), emulate(self._platform):
-            self._runtime.order()
-            calls = self.plan.calls if self.options.capture else None
-            if calls is not None and calls.prefill(values, self.options.max_query_len):
-                self.report.prefills += 1
-                return self._run_uncaptured(args)
-            if calls is not None and calls.grows is not None:
-                return self._fall_back(calls.grows, args)
-            if self.plan.rows is not None:
-                rows = values[self.plan.rows]
-                if rows == 0:
-                    return [output.empty(values) for output in self.plan.outputs]
-                size = size_for(rows, self.sizes or [max(2, 1 << (rows - 1).bit_length())])
-                if size is None:
-                    return self._fall_back(f"{rows} rows exceed the largest capture size {max(self.sizes)}", args)
-                sized[self.plan.rows] = size
-            if self.plan.rows is None and not self.options.capture:
-                self.report.eager_calls += 1
-                return self._run_uncaptured(args)
-            binding = self._bindings.of(args)
-            if self.options.capture and self._bindings.misses > self.options.max_captures:
-                return self._fall_back(_MOVING, args)
-            key = self._key(sized)
-            if self.options.capture and key not in binding.graphs:
-                reason = self._capture(binding, args, values, sized)
-                if reason is not None:
-                    return self._fall_back(reason, args)
-                if self._key(sized) not in binding.graphs:  # one row, which turned out to need a padded one beside it
-                    sized[self.plan.rows] = self.sizes[0]  # type: ignore[index]
-            results = self._run(binding, args, values, sized)
-            return self._hand_out(results, values, padded=sized != values)
+        self._runtime.order()
+        calls = self.plan.calls if self.options.capture else None
+        if calls is not None and calls.prefill(values, self.options.max_query_len):
+            self.report.prefills += 1
+            return self._run_uncaptured(args)
+        if calls is not None and calls.grows is not None:
+            return self._fall_back(calls.grows, args)
+        if self.plan.rows is not None:
+            rows = values[self.plan.rows]
+            if rows == 0:
+                return [output.empty(values) for output in self.plan.outputs]
+            size = size_for(rows, self.sizes or [max(2, 1 << (rows - 1).bit_length())])
+            if size is None:
+                return self._fall_back(f"{rows} rows exceed the largest capture size {max(self.sizes)}", args)
+            sized[self.plan.rows] = size
+        if self.plan.rows is None and not self.options.capture:
+            self.report.eager_calls += 1
+            return self._run_uncaptured(args)
+        binding = self._bindings.of(args)
+        if self.options.capture and self._bindings.misses > self.options.max_captures:
+            return self._fall_back(_MOVING, args)
+        key = self._key(sized)
+        if self.options.capture and key not in binding.graphs:
+            reason = self._capture(binding, args, values, sized)
+            if reason is not None:
+                return self._fall_back(reason, args)
+            if self._key(sized) not in binding.graphs:  # one row, which turned out to need a padded one beside it
+                sized[self.plan.rows] = self.sizes[0]  # type: ignore[index]
+        results = self._run(binding, args, values, sized)
+        return self._hand_out(results, values, padded=sized != values)
 
     def _hand_out(self, results: list[Any], values: Values, padded: bool) -> list[Any]:
         """Copies of the results, without padded rows: what a caller holds no later replay changes."""
@@ -137,7 +142,8 @@ class GraphRunner:
         buffers.load(args, rows, None if rows is None else sized[self.plan.rows])  # type: ignore[index]
         if not self.options.capture:
             self.report.eager_calls += 1
-            return list(self.gm(*self._arguments(binding, args, buffers, sized)))
+            with emulate(self._platform):
+                return list(self.gm(*self._arguments(binding, args, buffers, sized)))
         graph = binding.graphs[self._key(sized)]
         with _outside_modes():
             with profiled("update"):
@@ -152,7 +158,10 @@ class GraphRunner:
     def _update(self, graph: Captured, args: list[Any], buffers: StableBuffers, sized: Values) -> int:
         """Refresh the host lists of a capture from what lies in the buffers; how many tasks were updated."""
         lists = self._extras.host_lists(self._read(args, buffers, sized))
-        return sum(graph.update(index, contents) for index, contents in enumerate(lists))
+        if not lists:
+            return 0
+        with emulate(self._platform):  # the tasks check what they will read
+            return sum(graph.update(index, contents) for index, contents in enumerate(lists))
 
     def _read(self, args: list[Any], buffers: StableBuffers, sized: Values) -> Read:
         """What the captured graph reads for an input, padded rows included."""
@@ -209,7 +218,7 @@ class GraphRunner:
         graphs: dict[Key, Captured] = {}
         context = self.gm, self.plan, buffers, args
         try:
-            with _outside_modes():
+            with _outside_modes(), emulate(self._platform):
                 for each in wanted:
                     name = "capture" if self.plan.rows is None else f"capture of {each[self.plan.rows]} rows"
                     now = partial(self._arguments, binding, args, buffers, each)  # host lists of what lies there
@@ -306,7 +315,9 @@ class GraphRunner:
     def _run_uncaptured(self, args: list[Any]) -> list[Any]:
         merged = self._bindings.of(args).merged.tensors(args) if self.plan.extras else []
         extras = self._extras.all(lambda item: args[item.source], merged, self.plan.values(args))
-        return not_the_padded(self.plan, args, self.gm(*[args[i.source] for i in self.plan.inputs], *extras))
+        with emulate(self._platform):
+            results = self.gm(*[args[i.source] for i in self.plan.inputs], *extras)
+        return not_the_padded(self.plan, args, results)
 
     def free(self) -> None:
         """Drop captures, buffers and the pool; a later call captures anew. May be called again."""
