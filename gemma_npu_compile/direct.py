@@ -5,16 +5,15 @@ long as the step. An engine calls one function with arguments it makes itself, s
 the runner's arguments are its own, and compare the rest, cheaply, with what they were.
 """
 
-import operator
 import weakref
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gemma_npu_compile.graphs.runner import GraphRunner
+from gemma_npu_compile.native.objects import Values
 from gemma_npu_compile.step import StepOutput
 
 
@@ -31,20 +30,10 @@ class TappedRunner(GraphRunner):
         return results
 
 
-class _Held:
+def _held(step: nn.Module) -> Values:
     """All weights of a step, and its own attributes: every call asks whether they are still the same objects."""
-
-    def __init__(self, step: nn.Module) -> None:
-        kept = [d for module in step.modules() for d in (module._parameters, module._buffers) if d]
-        self._dicts: list[dict[str, Any]] = [*kept, vars(step)]  # type: ignore[list-item]
-        self._objects = self._now()
-
-    def _now(self) -> list[Any]:
-        return list(chain.from_iterable(map(dict.values, self._dicts)))
-
-    def same(self) -> bool:
-        now = self._now()
-        return len(now) == len(self._objects) and all(map(operator.is_, now, self._objects))
+    kept = [d for module in step.modules() for d in (module._parameters, module._buffers) if d]
+    return Values([*kept, vars(step)])  # type: ignore[list-item]
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
@@ -95,7 +84,7 @@ class DirectCall:
     ) -> None:
         self._runner, self._template = weakref.ref(runner), list(given)
         self._device = runner.plan.device.type
-        self._held = _Held(step)
+        self._held = _held(step)
         positions = _positions(runner, given, leaves) if runner.plan.rows is not None else None
         outputs = [next((i for i, r in enumerate(results) if r is each), None) for each in output]
         self._outputs = [index for index in outputs if index is not None]
@@ -118,7 +107,7 @@ class DirectCall:
             and not torch.is_autocast_enabled(self._device)
             and not torch._C._len_torch_dispatch_stack()
             and not torch._C._len_torch_function_stack()
-            and self._held.same()
+            and self._held.still()
         )
 
     def takes(self, rows: int) -> bool:

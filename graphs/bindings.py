@@ -1,15 +1,15 @@
 """Which captures belong to the objects of a call: a capture reads its static inputs where they lay."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-from torch import Tensor
 
 from gemma_npu_compile.errors import ReplayError
 from gemma_npu_compile.graphs.buffers import StableBuffers
 from gemma_npu_compile.graphs.extras import MergedWeights
 from gemma_npu_compile.graphs.plan import Plan
 from gemma_npu_compile.graphs.runtime import Captured
+from gemma_npu_compile.native.objects import Addresses
 
 Key = tuple[int, ...]
 """Values of a plan's symbols."""
@@ -22,7 +22,7 @@ MAX_BINDINGS = 4
 class Binding:
     """Captures of one set of static addresses: one model with one cache."""
 
-    addresses: list[int]
+    addresses: Addresses
     merged: MergedWeights
     buffers: dict[Key, StableBuffers] = field(default_factory=dict)
     graphs: dict[Key, Captured] = field(default_factory=dict)
@@ -52,21 +52,21 @@ class Bindings(list[Binding]):
         Raises:
             ReplayError: a static input has moved; names it.
         """
-        addresses = list(map(Tensor.data_ptr, map(args.__getitem__, self._sources)))  # of hundreds, in every call
         for index in range(len(self) - 1, -1, -1):
-            if self[index].addresses == addresses:
+            if self[index].addresses.still(args):
                 self.misses = 0
                 if index + 1 < len(self):
                     self.append(self.pop(index))
                 return self[-1]
+        addresses = Addresses(args, self._sources)
         for known in self:
-            self._refuse_half_moved(known.addresses, addresses)
+            self._refuse_half_moved(known.addresses.values, addresses.values)
         self.misses += 1
         self.append(Binding(addresses, MergedWeights(self._plan)))
         del self[:-MAX_BINDINGS]
         return self[-1]
 
-    def _refuse_half_moved(self, known: list[int], given: list[int]) -> None:
+    def _refuse_half_moved(self, known: Sequence[int], given: Sequence[int]) -> None:
         """Another object has all its caches, or all its weights, elsewhere; one moved among others is a mistake."""
         pairs = [each for each in zip(self._static, known, given, strict=True) if not each[0].given]
         for role in dict.fromkeys(item.role for item, *_ in pairs):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import gemma_npu_compile as gnc
-from gemma_npu_compile.direct import _Held
+from gemma_npu_compile.direct import _held
 from gemma_npu_compile.errors import ReplayError
 
 PROMPT = torch.tensor([3, 1, 4, 1, 5])
@@ -83,18 +83,18 @@ def test_a_replaced_weight_is_seen(own, calls):
 def test_whatever_a_step_holds_must_stay() -> None:
     """Weights, buffers and attributes: replaced, taken away, or added."""
     step = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-    held = _Held(step)
-    assert held.same()
+    held = _held(step)
+    assert held.still()
     for owner, name in ((step[0]._parameters, "bias"), (step[1]._buffers, "running_var"), (vars(step), "training")):
         kept = owner[name]
         owner[name] = kept.clone() if isinstance(kept, torch.Tensor) else None
-        assert not held.same(), name
+        assert not held.still(), name
         owner[name] = kept
-        assert held.same(), name
+        assert held.still(), name
     vars(step)["extra"] = 1
-    assert not held.same()
+    assert not held.still()
     del vars(step)["extra"], step[0].bias
-    assert not held.same()
+    assert not held.still()
 
 
 def test_modes_go_through_dynamo(own, calls):

@@ -13,6 +13,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "objects.h"
 #include "rows.h"
 #include "small.h"
 
