@@ -51,47 +51,89 @@ struct Attention {
 
 constexpr int TURN = 32;  // keys whose values stay in the nearest cache until every query has added them
 
-// Adds `count` values, weighted, to the sums of G queries: 2 * LANES numbers of each, spread (linear.h).
-template <int G, class T>
+// Adds `count` values, weighted, to the sums of G queries: D times 2 * LANES numbers of each, spread (linear.h).
+template <int G, int D, class T>
 inline void add_values(const T* const* values, const float* w, int64_t count, int64_t width, int64_t d, float* to) {
-    Vec first[G], second[G], one, two;
-    for (int g = 0; g < G; g++) {
-        first[g] = load(to + g * width + d);
-        second[g] = load(to + g * width + d + LANES);
-    }
+    Vec sums[G * 2 * D], both[2 * D];
+    for (int g = 0; g < G; g++)
+        for (int i = 0; i < 2 * D; i++) sums[g * 2 * D + i] = load(to + g * width + d + i * LANES);
     for (int64_t j = 0; j < count; j++) {
-        load_pair(values[j] + d, one, two);
+        for (int i = 0; i < D; i++) load_pair(values[j] + d + i * 2 * LANES, both[2 * i], both[2 * i + 1]);
         for (int g = 0; g < G; g++) {
             Vec weight = kept(all(w[g * CHUNK + j]));
-            first[g] = fma(weight, one, first[g]);
-            second[g] = fma(weight, two, second[g]);
+            for (int i = 0; i < 2 * D; i++) sums[g * 2 * D + i] = fma(weight, both[i], sums[g * 2 * D + i]);
         }
     }
-    for (int g = 0; g < G; g++) {
-        store(to + g * width + d, first[g]);
-        store(to + g * width + d + LANES, second[g]);
-    }
+    for (int g = 0; g < G; g++)
+        for (int i = 0; i < 2 * D; i++) store(to + g * width + d + i * LANES, sums[g * 2 * D + i]);
+}
+
+// The same for the numbers from `d` on, as far as whole steps reach. Few queries take more numbers at a time: a sum
+// waits for its last product.
+template <int G, int D, class T>
+inline int64_t add_from(const T* const* values, const float* w, int64_t count, int64_t width, int64_t d, float* to) {
+    for (; d + D * 2 * LANES <= width; d += D * 2 * LANES) add_values<G, D>(values, w, count, width, d, to);
+    return d;
 }
 
 // Spread weighted sums of `count` values for every query, from the first value to the last.
 template <class T>
 void weighted_sum(const T* const* values, const float* w, int64_t count, int64_t group, int64_t width, float* to) {
+    const int64_t fours = group / 4 * 4;
     for (int64_t i = 0; i < group * width; i += LANES) store(to + i, all(0));
     for (int64_t j = 0; j < count; j += TURN) {
         const int64_t many = std::min<int64_t>(TURN, count - j), ahead = std::min(count, j + 2 * TURN);
-        int64_t d = 0;
+        int64_t d = 0, g = fours;
         for (; d + 2 * LANES <= width; d += 2 * LANES) {
             if (d * sizeof(T) % 64 == 0)
                 for (int64_t i = j + TURN; i < ahead; i++) __builtin_prefetch(values[i] + d);
-            int64_t g = 0;
-            for (; g + 4 <= group; g += 4)
-                add_values<4>(values + j, w + g * CHUNK + j, many, width, d, to + g * width);
-            for (; g < group; g++) add_values<1>(values + j, w + g * CHUNK + j, many, width, d, to + g * width);
+            for (g = 0; g < fours; g += 4)
+                add_values<4, 1>(values + j, w + g * CHUNK + j, many, width, d, to + g * width);
         }
-        for (int64_t g = 0; d < width && g < group; g++) {
+        for (; g + 2 <= group; g += 2) {
+            int64_t done = add_from<2, 2>(values + j, w + g * CHUNK + j, many, width, 0, to + g * width);
+            add_from<2, 1>(values + j, w + g * CHUNK + j, many, width, done, to + g * width);
+        }
+        if (g < group) {
+            int64_t done = add_from<1, 4>(values + j, w + g * CHUNK + j, many, width, 0, to + g * width);
+            add_from<1, 1>(values + j, w + g * CHUNK + j, many, width, done, to + g * width);
+        }
+        for (g = 0; d < width && g < group; g++) {
             Vec sums = load(to + g * width + d);
             for (int64_t i = j; i < j + many; i++) sums = fma(all(w[g * CHUNK + i]), load(values[i] + d), sums);
             store(to + g * width + d, sums);
+        }
+    }
+}
+
+// Products of every query with `count` keys, which are read as NB streams.
+template <int NB, class T>
+void scores(const T* const* keys, const float* query, int64_t count, int64_t group, int64_t width, float* to) {
+    const int64_t part = (count + NB - 1) / NB, far = std::max<int64_t>(1, AHEAD / int64_t(width * sizeof(T)));
+    for (int64_t j = 0; j < part; j++) {
+        const T *row[NB], *next[NB];
+        for (int i = 0; i < NB; i++) {
+            row[i] = keys[std::min(j + i * part, count - 1)];
+            next[i] = keys[std::min(j + i * part + far, count - 1)];
+        }
+        float result[4 * NB];
+        auto keep = [&](int64_t g, int many) {
+            for (int q = 0; q < many; q++)
+                for (int i = 0; i < NB; i++)
+                    if (j + i * part < count) to[(g + q) * CHUNK + j + i * part] = result[q * NB + i];
+        };
+        int64_t g = 0;
+        for (; NB == 2 && g + 4 <= group; g += 4) {
+            tile<4, NB>(query + g * width, width, row, next, width, result);
+            keep(g, 4);
+        }
+        for (; g + 2 <= group; g += 2) {
+            tile<2, NB>(query + g * width, width, row, next, width, result);
+            keep(g, 2);
+        }
+        if (g < group) {
+            tile<1, NB>(query + g * width, width, row, next, width, result);
+            keep(g, 1);
         }
     }
 }
@@ -120,34 +162,10 @@ void attend(const Attention& s, Shared& shared, int64_t row, int64_t kv_head, in
         const T* from = s.at<const T>(s.a + 18, s.a[1], row, g % q_len, kv_head * per_kv + g / q_len);
         spread(from, width, query + g * width, number(s.a[15]));
     }
-    const int64_t half = (count + 1) / 2, far = std::max<int64_t>(1, AHEAD / int64_t(width * sizeof(T)));
-    for (int64_t j = 0; j < half; j++) {
-        const T *pair[2], *next[2];
-        for (int i = 0; i < 2; i++) {
-            pair[i] = keys[std::min(j + i * half, count - 1)];
-            next[i] = keys[std::min(j + i * half + far, count - 1)];
-        }
-        float result[4 * 2];
-        auto keep = [&](int64_t g, int many) {
-            for (int i = 0; i < many; i++) {
-                weights[(g + i) * CHUNK + j] = result[2 * i];
-                if (j + half < count) weights[(g + i) * CHUNK + j + half] = result[2 * i + 1];
-            }
-        };
-        int64_t g = 0;
-        for (; g + 4 <= group; g += 4) {
-            tile<4, 2>(query + g * width, width, pair, next, width, result);
-            keep(g, 4);
-        }
-        for (; g + 2 <= group; g += 2) {
-            tile<2, 2>(query + g * width, width, pair, next, width, result);
-            keep(g, 2);
-        }
-        for (; g < group; g++) {
-            tile<1, 2>(query + g * width, width, pair, next, width, result);
-            keep(g, 1);
-        }
-    }
+    if (group < 4)  // more keys at a time, for as many sums
+        scores<4>(keys, query, count, group, width, weights);
+    else
+        scores<2>(keys, query, count, group, width, weights);
     for (int64_t g = 0; g < group; g++) {
         float* w = weights + g * CHUNK;
         const int64_t from = std::max<int64_t>(0, s.first(row, g % q_len) - begin);

@@ -104,7 +104,7 @@ inline void sums(const Vec* x, float* to) {
     for (int i = 0; i < N; i++) to[i] = sum(x[i]);
 }
 
-inline Vec pick(Int where, Vec yes, Vec no) { return (Vec)((where & (Int)yes) | (~where & (Int)no)); }
+inline Vec pick(Int where, Vec yes, Vec no) { return where ? yes : no; }
 
 // e^x within 2 ulp; 0 below -87, infinity above 88.7, NaN stays.
 inline Vec exp(Vec x) {

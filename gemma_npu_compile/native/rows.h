@@ -75,12 +75,11 @@ template <class T>
 void gelu_mul(const Word* a, Shared&, Units units) {
     T* out = (T*)a[0];
     Rows<const T> gate{(const T*)a[1], a + 5, a + 8}, up{(const T*)a[2], a + 5, a + 11};
-    int64_t count = a[3], width = a[4], pieces = width / LANES;
-    Share mine(count * pieces, units, 16);
-    for (int64_t u = mine.begin; u < mine.end; u++) {
-        int64_t i = u / pieces, j = u % pieces * LANES;
-        store(out + i * width + j, gelu(load(gate[i] + j)) * load(up[i] + j));
-    }
+    const int64_t width = a[4];
+    parts(a[3], width, units, [&](int64_t i, int64_t begin, int64_t end) {
+        const T *left = gate[i], *right = up[i];
+        for (int64_t j = begin; j < end; j += LANES) store(out + i * width + j, gelu(load(left + j)) * load(right + j));
+    });
 }
 
 // sin(x + quarters * pi / 2) of a float, in double: right to the last bit or two for positions of any context.
@@ -106,12 +105,11 @@ template <class T>
 void tanh_rows(const Word* a, Shared&, Units units) {
     T* out = (T*)a[0];
     Rows<const T> x{(const T*)a[1], a + 4, a + 7};
-    int64_t pieces = a[3] / LANES;
-    Share mine(a[2] * pieces, units, 16);
-    for (int64_t u = mine.begin; u < mine.end; u++) {
-        int64_t i = u / pieces, j = u % pieces * LANES;
-        store(out + i * a[3] + j, tanh(load(x[i] + j)));
-    }
+    const int64_t width = a[3];
+    parts(a[2], width, units, [&](int64_t i, int64_t begin, int64_t end) {
+        const T* row = x[i];
+        for (int64_t j = begin; j < end; j += LANES) store(out + i * width + j, tanh(load(row + j)));
+    });
 }
 
 }  // namespace

@@ -7,6 +7,11 @@
 
 namespace {
 
+template <int OP, class V>
+inline V combined(V l, V r) {
+    return OP == 0 ? l + r : OP == 1 ? l - r : OP == 2 ? l * r : l / r;
+}
+
 // out and the operands a, b with up to 4 sizes and strides; float32 arithmetic, one rounding, as ATen does
 template <class T, int OP>
 void binary(const Word* a, Shared&, Units units) {
@@ -14,17 +19,20 @@ void binary(const Word* a, Shared&, Units units) {
     T* out = (T*)a[0];
     const T *left = (const T*)a[1], *right = (const T*)a[2];
     const float fixed = number(a[3]);
-    Share mine(size[0] * size[1] * size[2], units);
-    for (int64_t u = mine.begin; u < mine.end; u++) {
+    parts(size[0] * size[1] * size[2], size[3], units, [&](int64_t u, int64_t j, int64_t end) {
         int64_t i2 = u % size[2], i1 = u / size[2] % size[1], i0 = u / size[2] / size[1];
         T* to = out + i0 * so[0] + i1 * so[1] + i2 * so[2];
         const T* x = left + i0 * sa[0] + i1 * sa[1] + i2 * sa[2];
         const T* y = right ? right + i0 * sb[0] + i1 * sb[1] + i2 * sb[2] : nullptr;
-        for (int64_t j = 0; j < size[3]; j++) {
-            float l = get(x[j * sa[3]]), r = y ? get(y[j * sb[3]]) : fixed;
-            put(to[j * so[3]], OP == 0 ? l + r : OP == 1 ? l - r : OP == 2 ? l * r : l / r);
+        if (so[3] == 1 && sa[3] == 1 && (!y || sb[3] == 0 || sb[3] == 1)) {
+            Vec r = all(!y ? fixed : sb[3] == 0 ? get(*y) : 0);
+            for (; j + LANES <= end; j += LANES) {
+                if (y && sb[3] == 1) r = load(y + j);
+                store(to + j, combined<OP>(load(x + j), r));
+            }
         }
-    }
+        for (; j < end; j++) put(to[j * so[3]], combined<OP>(get(x[j * sa[3]]), y ? get(y[j * sb[3]]) : fixed));
+    });
 }
 
 // Where element `u` of four axes lies.

@@ -54,6 +54,18 @@ struct Share {  // the part [begin, end) of `count` that these units are, in ste
     }
 };
 
+// Calls f(row, begin, end) for the parts of rows of `width` elements that fall to these units, cut at whole vectors.
+template <class F>
+void parts(int64_t rows, int64_t width, Units units, const F& f) {
+    const int64_t pieces = (width + LANES - 1) / LANES;
+    Share mine(rows * pieces, units, 16);
+    for (int64_t u = mine.begin; u < mine.end;) {
+        const int64_t first = u % pieces, last = std::min(pieces, first + mine.end - u);
+        f(u / pieces, first * LANES, std::min(width, last * LANES));
+        u += last - first;
+    }
+}
+
 // A tensor seen as rows of its last axis: up to three leading sizes with strides.
 template <class T>
 struct Rows {

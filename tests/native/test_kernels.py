@@ -104,7 +104,7 @@ def cached_rows(draw):
         "lens": lens,
         "kv_heads": draw(st.integers(1, 2)),
         "per_kv": draw(st.integers(1, 3)),
-        "width": draw(st.sampled_from([8, 64])),
+        "width": draw(st.sampled_from([8, 24, 56, 64, 72])),
         "window": draw(st.none() | st.integers(1, 300)),
         "layout": draw(st.sampled_from(["TND", "BNSD"])),
         "dtype": draw(floats),
@@ -163,6 +163,7 @@ def test_store(seed, index, dtype, tokens):
 
 
 OPERANDS = [((3, 1, 5), (3, 4, 5)), ((4,), (2, 3, 4)), ((2, 1), (2, 6)), ((1,), (3, 2)), ((), (3, 2))]
+OPERANDS += [((1,), (3, 37)), ((19,), (4, 19)), ((2, 1, 21), (2, 3, 21)), ((2, 3, 1), (2, 3, 27))]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
