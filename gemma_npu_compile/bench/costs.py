@@ -57,13 +57,14 @@ class Costs:
     """Of one step of a pair.
 
     Attributes:
-        weights: bytes; ``kv``: bytes; ``flops``: multiplications and additions.
+        weights: bytes; ``kv``: bytes; ``flops``: multiplications and additions; ``attention``: those of attention.
         stored: bytes of all weights of both models, embedding tables included; kept: bytes of keys and values.
     """
 
     weights: Formula
     kv: Formula
     flops: Formula
+    attention: Formula
     stored: int
     kept: Formula
 
@@ -158,10 +159,12 @@ def costs_of(target: PreTrainedModel, assistant: PreTrainedModel) -> Costs:
     drafted, draft_flops, more = _attention(drafting, "draft", CONTEXT, 1, 1)
     kept, _, own = _attention(Counter(g for g, mode in modes if mode != "reuse"), "kept", CONTEXT, 1, 0)
     heads = {**numbers, **seen, **more}
+    attention = verify_flops + DRAFTS * draft_flops
     return Costs(
         weights=Formula("weights", "bytes", element * weights, numbers),
         kv=Formula("keys and values", "bytes", element * (verify + DRAFTS * drafted), {element: size, **seen, **more}),
-        flops=Formula("arithmetic", "flop", 2 * multiplied + verify_flops + DRAFTS * draft_flops, heads),
+        flops=Formula("arithmetic", "flop", 2 * multiplied + attention, heads),
+        attention=Formula("arithmetic of attention", "flop", attention, {**seen, **more}),
         stored=size * (all_target + all_assistant),
         kept=Formula("keys and values kept", "bytes", element * kept, {element: size, **own}),
     )

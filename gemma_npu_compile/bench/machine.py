@@ -3,6 +3,7 @@
 import os
 import platform
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
@@ -94,10 +95,10 @@ class Rates:
     attend_draft: float
     gflops: float
 
-    def between(self, other: "Rates") -> "Rates":
-        """What takes as long as this and ``other`` together take, halved: a machine changes from minute to minute."""
-        pairs = ((getattr(self, each.name), getattr(other, each.name)) for each in fields(self))
-        return Rates(*(2 / (1 / one + 1 / two) for one, two in pairs))
+
+def middle(measured: Sequence[Rates]) -> Rates:
+    """The median of each rate: a machine changes from minute to minute."""
+    return Rates(*(median(getattr(each, one.name) for each in measured) for one in fields(Rates)))
 
 
 def rates(rows: int, drafts: int, geometry: tuple[int, int, int, int], dtype: torch.dtype, platform: str) -> Rates:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from gemma_npu_compile.bench.costs import Costs, costs_of, most_read
-from gemma_npu_compile.bench.machine import Rates, rates
+from gemma_npu_compile.bench.machine import Rates, middle, rates
 from gemma_npu_compile.bench.measure import Measured, differences, hidden_gap, prepare, ratios, run_rounds
 from gemma_npu_compile.bench.peers import makers
 from gemma_npu_compile.bench.scenarios import NEW_TOKENS, PATTERN, Scenario
@@ -41,6 +41,8 @@ def roofline(costs: Costs, drafts: int, lengths: list[list[int]], step_ms: float
     """Bytes a step has to read, against what the machine copies in that time; and the time the cost model expects.
 
     It expects weights at the rate products of so many rows read them, keys and values at that of so many queries.
+    ``fraction_at_most``: with nothing beside products and attention, which read at the rate of the copy or compute at
+    that of a large product, whichever takes longer (attention of four queries has some operations for every byte).
 
     Args:
         lengths: tokens in the cache at each step of a round, row by row.
@@ -49,11 +51,21 @@ def roofline(costs: Costs, drafts: int, lengths: list[list[int]], step_ms: float
     weights = costs.weights(rows, 0, drafts)
     read = {n: (costs.kv(1, n, drafts), costs.kv(1, n + drafts, 0)) for step in lengths for n in step}
     kv, seen = (sum(read[n][i] for step in lengths for n in step) / len(lengths) for i in range(2))
-    middle = sum(map(sum, lengths)) // (rows * len(lengths))
-    flops = costs.flops(rows, middle, drafts)
+    mean = sum(map(sum, lengths)) // (rows * len(lengths))
+    flops = costs.flops(rows, mean, drafts)
     seconds, total, verified = step_ms / 1e3, weights + kv, costs.weights(rows, 0, 0)
     predicted = verified / machine.verify + (weights - verified) / machine.draft
     predicted = (predicted + seen / machine.attend_verify + (kv - seen) / machine.attend_draft) / 1e9
+    queries = rows * (1 + drafts)
+    attended = costs.attention(rows, mean, drafts), (1 + drafts) * costs.attention(rows, mean + drafts, 0)
+    products = flops - attended[0], costs.flops(queries, 0, 0) - costs.attention(queries, 0, 0)
+    parts = (  # verification and drafts, products and attention
+        (verified, products[1]),
+        (weights - verified, products[0] - products[1]),
+        (seen, attended[1]),
+        (kv - seen, attended[0] - attended[1]),
+    )
+    least = sum(max(nbytes / machine.copy, work / machine.gflops) for nbytes, work in parts)
     return {
         "bytes_per_step": round(total),
         "weight_bytes": round(weights),
@@ -67,6 +79,7 @@ def roofline(costs: Costs, drafts: int, lengths: list[list[int]], step_ms: float
         "attend_draft_gbps": machine.attend_draft,
         "gflops": machine.gflops,
         "fraction": total / seconds / 1e9 / machine.copy,
+        "fraction_at_most": total / machine.copy / least,
         "predicted_ms": 1e3 * predicted,
         "predicted_over_measured": predicted / seconds,
     }
@@ -120,9 +133,14 @@ def run_scenario(
         found = prepare(makers(work, peers, platform))
         geometry = most_read(work.target, work.model_len)
         measured = scenario.batch, work.drafts, geometry, work.target.dtype, platform
-        before = rates(*measured)
-        run_rounds(found, rounds, lambda done: say(f"{scenario.name}: round {done} of {rounds}"))
-        return summary(scenario, work, found, _wrong(work, found), costs, before.between(rates(*measured)))
+        machine: list[Rates] = []
+
+        def after(done: int) -> None:
+            machine.append(rates(*measured))
+            say(f"{scenario.name}: round {done} of {rounds}")
+
+        run_rounds(found, rounds, after)
+        return summary(scenario, work, found, _wrong(work, found), costs, middle(machine))
     finally:
         torch._dynamo.reset()
         gc.collect()

@@ -108,7 +108,8 @@ def _show_scenario(entry: dict[str, Any]) -> None:
         )
     print(
         f"  reads {roof['bytes_per_step'] / 1e6:.1f} MB a step: {roof['fraction']:.2f} of {roof['copy_gbps']:.1f} GB/s "
-        f"copied (read plus written; {roof['read_gbps']:.1f} GB/s read)"
+        f"copied (read plus written; {roof['read_gbps']:.1f} GB/s read), at most {roof['fraction_at_most']:.2f} with "
+        f"{roof['gflops']:.0f} GFLOP/s"
     )
     print(f"  cost model: {roof['predicted_ms']:.2f} ms, {roof['predicted_over_measured']:.2f} of the measured step")
     for line in entry["differences"]:

@@ -57,7 +57,9 @@ def test_arithmetic(pair):
     # scores and their sums: two multiply-adds per query head, head element, query and key
     verify = 4 * 4 * rows * 4 * (32 * (context + 4) + 16 * (context + 4))
     drafts = 3 * 4 * 4 * rows * (32 * context + 16 * context)
-    assert costs_of(*pair).flops(rows, context, 3) == products + verify + drafts
+    costs = costs_of(*pair)
+    assert costs.flops(rows, context, 3) == products + verify + drafts
+    assert costs.attention(rows, context, 3) == verify + drafts
 
 
 def test_ordered_embeddings_read_candidates_only(make_pair):
@@ -115,6 +117,21 @@ def test_roofline_averages_over_the_steps_of_a_round(pair):
     seconds = 4 * TARGET / 5e9 + 3 * 4 * ASSISTANT / 8e9 + seen / 3e9 + (kv - seen) / 4e9
     assert found["predicted_ms"] == pytest.approx(1e3 * seconds)
     assert found["predicted_over_measured"] == pytest.approx(seconds / 0.002)
+
+
+def test_the_most_a_fraction_can_be(pair):
+    """Each part takes as long as its bytes or its products, whichever is longer."""
+    costs = costs_of(*pair)
+    total = 4 * (TARGET + 3 * ASSISTANT) + costs.kv(1, 20, 3)
+    seen = costs.kv(1, 23, 0)
+    attend = 4 * 4 * 4 * (32 + 16) * 24, 3 * 4 * 4 * (32 + 16) * 20  # of verification, of drafts
+    common = {"read": 1.0, "verify": 1.0, "draft": 1.0, "attend_verify": 1.0, "attend_draft": 1.0}
+    for gflops in (1e-3, 1.0, 3.0, 8.0, 1e6):
+        found = roofline(costs, 3, [[20]], 1.0, Rates(copy=1.0, gflops=gflops, **common))
+        least = max(4 * TARGET, 2 * 4 * TARGET / gflops) + max(4 * 3 * ASSISTANT, 2 * 3 * ASSISTANT / gflops)
+        least += max(seen, attend[0] / gflops) + max(costs.kv(1, 20, 3) - seen, attend[1] / gflops)
+        assert found["fraction_at_most"] == pytest.approx(total / least)
+    assert found["fraction_at_most"] == pytest.approx(1)
 
 
 def test_the_layers_that_read_most(pair):

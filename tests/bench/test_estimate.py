@@ -22,6 +22,7 @@ COSTS = Costs(
     weights=formula(8 * 10**9 + 10**9 * DRAFTS),
     kv=formula(5 * 10**5 * ROWS * CONTEXT),
     flops=formula(10**12 * ROWS),
+    attention=formula(0),
     stored=12 * 10**9,
     kept=formula(10**6 * ROWS * CONTEXT),
 )

@@ -55,10 +55,11 @@ def test_attention_reads_every_key_of_as_many_rows_as_asked_for(ran):
         torch.testing.assert_close(ran[-1], torch.ones(4 * 3, 4, 16))
 
 
-def test_rates_between_two_are_those_of_both_times_together():
-    one, two = machine.Rates(*[20.0] * 7), machine.Rates(*[20.0, 30.0, 5.0, 20.0, 20.0, 20.0, 60.0])
-    found = dataclasses.astuple(one.between(two))
-    assert found == pytest.approx((20.0, 24.0, 8.0, 20.0, 20.0, 20.0, 30.0))
+def test_the_middle_of_rates_is_taken_one_by_one():
+    found = machine.middle([machine.Rates(*map(float, each)) for each in ([1, 5, 9] + [0] * 4, [3, 4, 7] + [2] * 4)])
+    assert dataclasses.astuple(found) == (2.0, 4.5, 8.0, 1.0, 1.0, 1.0, 1.0)
+    found = machine.middle([machine.Rates(*[rate, 9.0 - rate, *[1.0] * 5]) for rate in (2.0, 8.0, 3.0)])
+    assert (found.copy, found.read) == (3.0, 6.0)
 
 
 def test_seconds_are_a_median_behind_a_run_that_is_not_timed(monkeypatch):
