@@ -55,7 +55,7 @@ def _addresses(*models: PreTrainedModel | None) -> tuple[int, ...]:
 
 
 class Engine:
-    """A :class:`DraftVerifyStep`, its :class:`PagedKVCache`, and the compiled function.
+    """A :class:`DraftVerifyStep`, its :class:`PagedKVCache`, and the compiled function; for one thread at a time.
 
     Args:
         target, assistant, num_draft_tokens: as in :class:`DraftVerifyStep`.

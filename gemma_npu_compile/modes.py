@@ -13,7 +13,7 @@ R = TypeVar("R")
 def without_grad(function: Callable[P, R]) -> Callable[P, R]:
     """A decorator: the function runs without gradients and outside inference mode, and leaves the modes as they were.
 
-    The same as ``torch.inference_mode(False)`` and ``torch.no_grad()``, which make new contexts in every call.
+    As ``torch.inference_mode(False)`` and ``torch.no_grad()`` do with new contexts in every call.
     """
 
     @functools.wraps(function)

@@ -1,12 +1,18 @@
 """Lengths on the device or on the host give the same tokens; what differs is the exact number of task updates."""
 
-from collections.abc import Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 
 import gemma_npu_compile as gnc
+from gemma_npu_compile.capabilities import platform
 from gemma_npu_compile.graphs.host import HostGraph
+from gemma_npu_compile.ops import npu_attention_call
+from gemma_npu_compile.ops.npu import emulate
 from gemma_npu_compile.passes.host_lengths import bucket
 
 STEPS = 30
@@ -18,13 +24,27 @@ def expected(pair) -> list[list[list[int]]]:
     return rounds(gnc.Engine(*pair, 1, max_rows=4, max_model_len=700, compiled=False))
 
 
-def rounds(engine: gnc.Engine) -> list[list[list[int]]]:
+@pytest.fixture(scope="module")
+def engines(pair) -> Callable[[str], gnc.Engine]:
+    """By where lengths are read."""
+
+    @functools.cache
+    def make(kv_lens: str) -> gnc.Engine:
+        options = gnc.Options(kv_lens=kv_lens, capture_sizes=(3, 4), on_fallback="error")
+        return gnc.Engine(*pair, 1, max_rows=4, max_model_len=700, options=options)
+
+    return make
+
+
+def rounds(engine: gnc.Engine, steps: int = STEPS) -> list[list[list[int]]]:
     state = engine.prefill([torch.arange(1, 1 + n) % 127 + 1 for n in (110, 7, 240)])
     found = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         lengths = list(state.lengths)
         state, new, _, _ = engine.decode(state)
         found.append([lengths, *new])
+    for row in state.rows:
+        engine.cache.release(row)
     return found
 
 
@@ -34,9 +54,8 @@ def updates(lists: Sequence[Sequence[int]], first: Sequence[int]) -> int:
 
 
 @pytest.mark.parametrize("kv_lens", ["device", "host"])
-def test_tokens_and_updates(pair, expected, kv_lens) -> None:
-    options = gnc.Options(kv_lens=kv_lens, capture_sizes=(3, 4), on_fallback="error")
-    engine = gnc.Engine(*pair, 1, max_rows=4, max_model_len=700, options=options)
+def test_tokens_and_updates(engines, expected, kv_lens) -> None:
+    engine = engines(kv_lens)
     engine.warm_up()
     (report,) = engine.report.graphs
     assert {(a.head_dim, a.lengths) for a in report.plan.attention} == {
@@ -58,6 +77,40 @@ def test_tokens_and_updates(pair, expected, kv_lens) -> None:
     assert report.host_updates - before == wanted
     assert report.captures == captured
     assert wanted == 2 * STEPS if kv_lens == "host" else wanted < 10
+
+
+def test_operators_are_checked_for_the_platform_of_the_graph(engines, expected, monkeypatch) -> None:
+    """In updates, captures and runs without one, also where a caller emulates another."""
+    engine, seen = engines("host"), []
+    engine.warm_up()
+    (runner,) = engine._run("greedy").backend._runners
+    asked = npu_attention_call.emulated
+    monkeypatch.setattr(npu_attention_call, "emulated", lambda: (seen.append(asked().name), asked())[1])
+
+    def found(**options: Any) -> tuple[set[str], dict[str, int]]:
+        """Platforms, and what was counted, of two steps."""
+        monkeypatch.setattr(runner, "options", dataclasses.replace(runner.options, **options))
+        names = ("host_updates", "captures", "eager_calls")
+        before = [getattr(runner.report, name) for name in names]
+        with emulate(platform("ascend910_93")):
+            assert rounds(engine, 2) == expected[:2]
+        counted = {name: getattr(runner.report, name) - n for name, n in zip(names, before, strict=True)}
+        answer = set(seen), counted
+        seen.clear()
+        return answer
+
+    rounds(engine, 2)
+    seen.clear()
+    own = {"ascend910b"}
+    assert found() == (own, {"host_updates": 4, "captures": 0, "eager_calls": 0})
+    runner.free()
+    assert found() == (own, {"host_updates": 2, "captures": 2, "eager_calls": 0})
+    assert found(capture=False) == (own, {"host_updates": 0, "captures": 0, "eager_calls": 2})
+    monkeypatch.setattr(runner, "sizes", (2,))
+    assert found(capture=True, on_fallback="warn") == (own, {"host_updates": 0, "captures": 0, "eager_calls": 0})
+    (reason,) = runner.report.fallbacks
+    assert (reason, runner.report.fallbacks[reason]) == ("3 rows exceed the largest capture size 2", 2)
+    del runner.report.fallbacks[reason]
 
 
 def test_dense_verification(pair, expected) -> None:

@@ -83,13 +83,14 @@ void weighted_sum(const T* const* values, const float* w, int64_t count, int64_t
     for (int64_t i = 0; i < group * width; i += LANES) store(to + i, all(0));
     for (int64_t j = 0; j < count; j += TURN) {
         const int64_t many = std::min<int64_t>(TURN, count - j), ahead = std::min(count, j + 2 * TURN);
-        int64_t d = 0, g = fours;
+        int64_t d = 0;
         for (; d + 2 * LANES <= width; d += 2 * LANES) {
             if (d * sizeof(T) % 64 == 0)
                 for (int64_t i = j + TURN; i < ahead; i++) __builtin_prefetch(values[i] + d);
-            for (g = 0; g < fours; g += 4)
+            for (int64_t g = 0; g < fours; g += 4)
                 add_values<4, 1>(values + j, w + g * CHUNK + j, many, width, d, to + g * width);
         }
+        int64_t g = fours;
         for (; g + 2 <= group; g += 2) {
             int64_t done = add_from<2, 2>(values + j, w + g * CHUNK + j, many, width, 0, to + g * width);
             add_from<2, 1>(values + j, w + g * CHUNK + j, many, width, done, to + g * width);

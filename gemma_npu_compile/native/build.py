@@ -98,6 +98,11 @@ def _load() -> "ctypes.CDLL | NoKernelsError":
     return library
 
 
+def loaded() -> bool:
+    """Whether this process has asked for the kernels: somebody needs them, and asking again costs nothing."""
+    return _load.cache_info().currsize > 0
+
+
 def library() -> ctypes.CDLL:
     """The kernels, compiled at the first call of a process that finds none in the cache.
 

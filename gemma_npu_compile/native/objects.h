@@ -18,7 +18,7 @@ extern "C" void gemma_npu_python(void* item, void* next, void* address) {
     python = {(decltype(python.item))item, (decltype(python.next))next, (decltype(python.address))address};
 }
 
-// Whether the tensors at some places of a list lie at these addresses; -1 where one is no tensor.
+// Whether the tensors at some places of a list lie at these addresses; -1 where one is no tensor or has no memory.
 extern "C" int64_t gemma_npu_lie_at(void* list, const Word* places, const Word* addresses, int64_t count) {
     try {
         for (int64_t i = 0; i < count; i++) {

@@ -15,18 +15,23 @@ from typing import Any
 from torch import Tensor
 from torch._C._dynamo import guards
 
-from gemma_npu_compile.native.build import NoKernelsError, library
+from gemma_npu_compile.native import build
+
+
+def _functions() -> ctypes.PyDLL | None:
+    """The kernels' library, called with the interpreter's lock held; None where this process has not loaded it (it is
+    not compiled for this alone), where there is none, or no such torch."""
+    return _bound() if build.loaded() else None
 
 
 @functools.cache
-def _functions() -> ctypes.PyDLL | None:
-    """The kernels' library, called with the interpreter's lock held; None where there is none, or no such torch."""
+def _bound() -> ctypes.PyDLL | None:
     address = getattr(guards, "_torchinductor_pyobject_tensor_data_ptr", None)  # Inductor's own wrappers call it
     if address is None:
         return None
     try:
-        found = ctypes.PyDLL(library()._name)
-    except NoKernelsError:
+        found = ctypes.PyDLL(build.library()._name)
+    except build.NoKernelsError:
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     found.gemma_npu_python.argtypes = [pointer] * 3
@@ -54,7 +59,7 @@ class Addresses:
         """Whether those of ``args`` lie there too.
 
         Raises:
-            TypeError: one is no tensor. IndexError: there are fewer arguments.
+            TypeError, RuntimeError: one is no tensor, or has no memory. IndexError: there are fewer arguments.
         """
         functions = _functions()
         if functions is not None and type(args) is list:
@@ -65,7 +70,7 @@ class Addresses:
 
 
 class Values:
-    """The objects some dicts hold now, in their order. Both are kept."""
+    """The objects some dicts hold now, in their order. Both are kept, and known by their addresses: never copied."""
 
     def __init__(self, dicts: Sequence[dict[str, Any]]) -> None:
         self._dicts, self._objects = list(dicts), list(chain.from_iterable(map(dict.values, dicts)))

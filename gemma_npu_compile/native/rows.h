@@ -70,7 +70,7 @@ void rotary(const Word* a, Shared&, Units units) {
     }
 }
 
-// out (count, width) contiguous; gate and up rows of one shape
+// out (count, width) contiguous; gate and up rows of one shape, whole vectors
 template <class T>
 void gelu_mul(const Word* a, Shared&, Units units) {
     T* out = (T*)a[0];

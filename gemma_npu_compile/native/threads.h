@@ -54,7 +54,8 @@ struct Share {  // the part [begin, end) of `count` that these units are, in ste
     }
 };
 
-// Calls f(row, begin, end) for the parts of rows of `width` elements that fall to these units, cut at whole vectors.
+// Calls f(row, begin, end) for the parts of rows of `width` elements that fall to these units, cut at whole
+// vectors; the last part of a row may end within one.
 template <class F>
 void parts(int64_t rows, int64_t width, Units units, const F& f) {
     const int64_t pieces = (width + LANES - 1) / LANES;

@@ -1,5 +1,6 @@
 """Questions about Python's objects: the same answers in C++ and in Python."""
 
+import functools
 import gc
 import sys
 
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemma_npu_compile.native import objects
+from gemma_npu_compile.native import build, objects
 from gemma_npu_compile.native.objects import Addresses, Values
 
 
@@ -17,6 +18,7 @@ def way(request, monkeypatch):
     if request.param == "Python":
         monkeypatch.setattr(objects, "_functions", lambda: None)
     else:
+        build.library()
         assert objects._functions() is not None
     return request.param
 
@@ -66,6 +68,17 @@ def test_what_is_no_tensor_raises_and_harms_nothing(way):
         known.still(args[:5])
     assert known.still(args)
     assert known.still(tuple(args))
+
+
+def test_nothing_is_compiled_for_this_alone(monkeypatch):
+    """An engine on an NPU needs no kernels; a call that has to be fast is no place to start a compiler."""
+    asked = functools.cache(lambda: pytest.fail("compiles"))
+    monkeypatch.undo()
+    monkeypatch.setattr(build, "_load", asked)
+    args, kept = arguments(), [{"a": 1}]
+    assert Addresses(args, PLACES).still(args)
+    assert Values(kept).still()
+    assert not Addresses(args, PLACES).still([*args[:5], args[0]])
 
 
 def test_nothing_is_kept_or_let_go():

@@ -47,3 +47,14 @@ def test_units_change_nothing(name, dtype, units, threads):
     finally:
         torch.set_num_threads(before)
     assert torch.equal(out, expected)
+
+
+@given(width=st.integers(1, 300), units=st.integers(1, 60))
+def test_rows_that_end_within_a_vector(width, units):
+    """Nothing is written behind a row, and each number once: one that is added twice to itself would differ."""
+    memory = numbers(ROWS, width + 2, dtype=torch.float32)
+    before, x, other = memory.clone(), memory[:, :width], memory[:, :1].clone()
+    (command,) = COMMANDS[aten.add.Tensor](x, other, out=x)
+    Program([Command((*command.words[:2], units, *command.words[3:]))])()
+    assert torch.equal(memory[:, width:], before[:, width:])
+    assert torch.equal(x, before[:, :width] + before[:, :1])
