@@ -54,18 +54,17 @@ def roofline(costs: Costs, drafts: int, lengths: list[list[int]], step_ms: float
     mean = sum(map(sum, lengths)) // (rows * len(lengths))
     flops = costs.flops(rows, mean, drafts)
     seconds, total, verified = step_ms / 1e3, weights + kv, costs.weights(rows, 0, 0)
-    predicted = verified / machine.verify + (weights - verified) / machine.draft
-    predicted = (predicted + seen / machine.attend_verify + (kv - seen) / machine.attend_draft) / 1e9
     queries = rows * (1 + drafts)
     attended = costs.attention(rows, mean, drafts), (1 + drafts) * costs.attention(rows, mean + drafts, 0)
     products = flops - attended[0], costs.flops(queries, 0, 0) - costs.attention(queries, 0, 0)
-    parts = (  # verification and drafts, products and attention
-        (verified, products[1]),
-        (weights - verified, products[0] - products[1]),
-        (seen, attended[1]),
-        (kv - seen, attended[0] - attended[1]),
+    parts = (  # bytes, arithmetic, the rate of the model: of products and attention, in verification and drafts
+        (verified, products[1], machine.verify),
+        (weights - verified, products[0] - products[1], machine.draft),
+        (seen, attended[1], machine.attend_verify),
+        (kv - seen, attended[0] - attended[1], machine.attend_draft),
     )
-    least = sum(max(nbytes / machine.copy, work / machine.gflops) for nbytes, work in parts)
+    predicted = sum(nbytes / rate for nbytes, _, rate in parts) / 1e9
+    least = sum(max(nbytes / machine.copy, work / machine.gflops) for nbytes, work, _ in parts) / 1e9
     return {
         "bytes_per_step": round(total),
         "weight_bytes": round(weights),
@@ -79,7 +78,7 @@ def roofline(costs: Costs, drafts: int, lengths: list[list[int]], step_ms: float
         "attend_draft_gbps": machine.attend_draft,
         "gflops": machine.gflops,
         "fraction": total / seconds / 1e9 / machine.copy,
-        "fraction_at_most": total / machine.copy / least,
+        "fraction_at_most": total / least / 1e9 / machine.copy,
         "predicted_ms": 1e3 * predicted,
         "predicted_over_measured": predicted / seconds,
     }

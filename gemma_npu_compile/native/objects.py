@@ -1,7 +1,7 @@
 """What a replay asks a few hundred Python objects before it runs, in one call of C++.
 
-Asked in Python, each object is touched several times and new ones are made. Behind a step, which has read every weight
-and left nothing of all this in a cache, it took a third of the time between two replays.
+Asked in Python, each object is touched several times and new ones are made. Caches have lost most of it from one step
+to the next: it took a third of the time between two replays.
 """
 
 import ctypes
@@ -73,14 +73,18 @@ class Values:
     """The objects some dicts hold now, in their order. Both are kept, and known by their addresses: never copied."""
 
     def __init__(self, dicts: Sequence[dict[str, Any]]) -> None:
-        self._dicts, self._objects = list(dicts), list(chain.from_iterable(map(dict.values, dicts)))
+        self._dicts = list(dicts)
+        self._objects = self._now()
         self._words = [array("q", map(id, each)) for each in (self._dicts, self._objects)]
         self._arguments = [word for each in self._words for word in each.buffer_info()]
+
+    def _now(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._dicts)))
 
     def still(self) -> bool:
         """Whether they hold the same ones."""
         functions = _functions()
         if functions is not None:
             return bool(functions.gemma_npu_hold(*self._arguments))
-        now = list(chain.from_iterable(map(dict.values, self._dicts)))
+        now = self._now()
         return len(now) == len(self._objects) and all(map(operator.is_, now, self._objects))
